@@ -1,0 +1,422 @@
+"Data sets are what they claim to be, archives stay in their folder, and augmentation moves each image by itself"
+import gzip, hashlib, io, os, pickle, re, shutil, socket, stat, struct, sys, tarfile, zipfile
+from pathlib import Path
+import numpy as np, pytest, torch
+from hypothesis import given, settings, strategies as st
+from fedbook import data
+from fedbook.data import *
+from fedbook.errors import Refused
+from fedbook.streams import seeded
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    "An empty data folder, no network, and small catalogue entries"
+    monkeypatch.setenv('FEDBOOK_DATA', str(tmp_path/'data'))
+    monkeypatch.setenv('FEDBOOK_OFFLINE', '1')
+    monkeypatch.setitem(data.CATALOGUE, 'mnist', data.Known((4,4), 20, 10, 10, 'MNIST'))
+    monkeypatch.setitem(data.CATALOGUE, 'cifar10', data.Known((32,32,3), 50, 10, 10, 'CIFAR10'))
+    return tmp_path/'data'
+
+def made_up(name, label=np.uint8):
+    "Arrays as the catalogue wants them"
+    k,rng = data.CATALOGUE[name],np.random.default_rng(0)
+    return {f'{s}_{a}': rng.integers(0, 256, (n,*k.image)).astype(np.uint8) if a=='x' else (np.arange(n)%k.n_classes).astype(label)
+            for s,n in (('train',k.n_train),('test',k.n_test)) for a in 'xy'}
+
+def put(folder, name='mnist', save=np.savez, **changes):
+    "Write `name` into the data folder; a change to `None` leaves an array out"
+    folder.mkdir(exist_ok=True, parents=True)
+    save(folder/f'{name}.npz', **{k: v for k,v in {**made_up(name), **changes}.items() if v is not None})
+    return folder/f'{name}.npz'
+
+def one_sentence(e, *parts):
+    text = str(e.value)
+    assert '\n' not in text and text[-1] in '.?' and all(str(p) in text for p in parts), text
+
+# The set inside the package
+
+def test_embedded_set_is_stratified_small_and_credited():
+    d = load('fashion_mnist_mini')
+    assert d.source == 'embedded' and d.stand_in_for is None and d.n_classes == 10 and d.classes[9] == 'Ankle boot'
+    assert (np.bincount(d.train_y) == 400).all() and (np.bincount(d.test_y) == 100).all()
+    assert d.fingerprint == '95ae8c20e3bf3d15'
+    assets = Path(data.__file__).parent/'assets'
+    assert (assets/'fashion_mnist_mini.npz').stat().st_size < 2.5e6
+    assert all(w in (assets/'fashion_mnist_mini.LICENCE.txt').read_text() for w in ('MIT License', 'Zalando', 'Xiao', 'Rasul', 'Vollgraf', '2017'))
+
+def test_embedded_set_ignores_the_data_folder(folder):
+    put(folder, 'fashion_mnist_mini', train_x=np.zeros(3))
+    assert load('fashion_mnist_mini').fingerprint == '95ae8c20e3bf3d15'
+
+def test_no_test_image_is_a_training_image():
+    d = load('fashion_mnist_mini')
+    rows = {x.tobytes() for x in d.train_x}
+    assert not any(x.tobytes() in rows for x in d.test_x)
+
+# A data set
+
+@pytest.mark.parametrize('name', ['mnist', 'cifar10'])
+def test_tensors_are_copies_in_the_right_order(folder, name):
+    put(folder, name)
+    d = load(name)
+    x,y = d.images('train'),d.labels('test')
+    assert x.dtype == torch.uint8 and y.dtype == torch.int64 and x.is_contiguous()
+    channels = 1 if name == 'mnist' else 3
+    assert x.shape == (len(d.train_x), channels, *d.train_x.shape[1:3]) and d.images('test').shape[0] == len(y) == 10
+    assert x[3,channels-1,2,1] == (d.train_x[3,2,1] if channels==1 else d.train_x[3,2,1,2])
+    before = d.train_x.copy(), d.test_y.copy()
+    x.fill_(7), y.fill_(7)
+    assert (d.train_x == before[0]).all() and (d.test_y == before[1]).all()
+    with pytest.raises(Refused) as e: d.images('tset')
+    one_sentence(e, "'test'")
+
+def test_fingerprint_sees_each_array_but_not_the_label_type(folder):
+    prints = []
+    for change in [{}, *[{k: np.roll(v, 1, 0)} for k,v in made_up('mnist').items()]]:
+        put(folder, **change)
+        prints.append(load('mnist').fingerprint)
+    assert len(set(prints)) == 5
+    for t in (np.int64, np.int16, '>i4'):
+        put(folder, **made_up('mnist', t))
+        d = load('mnist')
+        assert d.fingerprint == prints[0] and d.train_y.dtype == d.test_y.dtype == np.int64
+
+def test_display_counts_and_is_escaped(folder):
+    put(folder, names=np.array([f'<{c}>' for c in 'abcdefghij']))
+    d = load('mnist')
+    d.stand_in_for = 'cifar10'
+    assert 'mnist: 20 training images (2 per class) and 10 test images, 4×4, 10 classes, mnist.npz, standing in for cifar10' == repr(d)
+    h = d._repr_html_()
+    assert '&lt;a&gt;, &lt;b&gt;' in h and '<a>' not in h and 'data:image/png;base64,' in h
+    assert strip(d.train_x, d.train_y).size == (2*40, 2*4)
+    many = np.arange(25)
+    x = np.broadcast_to(many[:,None,None,None].astype(np.uint8), (25,4,4,3))
+    picture = np.asarray(strip(x, many))
+    assert picture.shape == (2*8, 2*80, 3) and picture[0,8,0] == 1 and picture[8,0,0] == 20 and picture[8,-1,0] == 0
+
+# Reading
+
+@pytest.mark.parametrize('key', ['names','names_y','names_fine','names_label'])
+def test_class_names_and_further_arrays(folder, key):
+    put(folder, **{key: np.array(list('abcdefghij')), 'train_coarse': np.array([object()])})
+    d = load('mnist')
+    assert d.classes == list('abcdefghij') and d.source == 'mnist.npz'
+
+def test_names_are_optional_but_not_arbitrary(folder):
+    put(folder)
+    assert load('mnist').classes is None
+    for bad in (np.arange(10), np.array(['a','b'])):
+        put(folder, names=bad)
+        with pytest.raises(Refused) as e: load('mnist')
+        one_sentence(e, 'mnist.npz', '10 texts')
+
+@pytest.mark.parametrize('change, says', [
+    (dict(test_y=None), "no array 'test_y'"), (dict(train_x=None), "no array 'train_x'"),
+    (dict(train_x=np.zeros((20,4,4))), 'train_x'), (dict(test_x=np.zeros((10,4,4), np.int8)), 'test_x'),
+    (dict(train_x=np.zeros((19,4,4), np.uint8)), '(20, 4, 4)'), (dict(test_x=np.zeros((10,4,4,3), np.uint8)), '(10, 4, 4)'),
+    (dict(train_y=np.zeros(20)), 'integers'), (dict(train_y=np.zeros(20, bool)), 'integers'), (dict(test_y=np.zeros(9, int)), '(10,)'),
+    (dict(test_y=np.zeros((10,1), int)), '(10,)'), (dict(train_y=np.full(20, 10)), '0 … 9'), (dict(test_y=np.full(10, -1)), '0 … 9')])
+def test_wrong_arrays_are_refused(folder, change, says):
+    path = put(folder, **change)
+    with pytest.raises(Refused) as e: load('mnist')
+    one_sentence(e, path, says)
+
+def test_pickles_are_never_read(folder):
+    class Bomb:
+        def __reduce__(self): return os.mkdir, (str(folder/'boom'),)
+    path = put(folder, train_y=np.array([Bomb()]*20, dtype=object))
+    with pytest.raises(Refused) as e: load('mnist')
+    one_sentence(e, path, 'delete it')
+    path.write_bytes(pickle.dumps(Bomb()))
+    with pytest.raises(Refused) as e: load('mnist')
+    one_sentence(e, path, 'delete it')
+    assert not (folder/'boom').exists()
+
+@pytest.mark.parametrize('save', [np.savez, np.savez_compressed])
+def test_damaged_files_are_one_sentence_and_stay(folder, save):
+    path = put(folder, save=save)
+    good,whole = path.read_bytes(),load('mnist').fingerprint
+    rng = np.random.default_rng(1)
+    cases = [good[:n] for n in (0, 1, 100, len(good)//2, len(good)-1)] + [b'<html>', b'\x93NUMPY' + good]
+    for i in rng.integers(len(good), size=400): cases.append(good[:i] + bytes([good[i] ^ (1 << int(rng.integers(8)))]) + good[i+1:])
+    refused = 0
+    for bad in cases:
+        path.write_bytes(bad)
+        try: assert load('mnist').fingerprint == whole
+        except Refused as e:
+            refused += 1
+            assert str(path) in str(e) and str(e).endswith('.')
+        assert path.read_bytes() == bad
+    assert refused > 200
+
+def test_a_folder_in_place_of_the_file(folder):
+    (folder/'mnist.npz').mkdir(parents=True)
+    with pytest.raises(Refused) as e: load('mnist')
+    one_sentence(e, folder/'mnist.npz')
+
+# Downloading
+
+def test_unknown_and_missing(folder):
+    with pytest.raises(Refused) as e: load('fashion-mnist')
+    one_sentence(e, "'fashion_mnist'")
+    with pytest.raises(Refused) as e: load('cifar100')
+    one_sentence(e, folder/'cifar100.npz', 'fedbook data fetch cifar100', 'fashion_mnist_mini', 'train_x', 'FEDBOOK_OFFLINE')
+    assert not folder.exists()
+
+def serve_mnist(tmp_path, monkeypatch, spoil=False):
+    "Official-looking MNIST files with made-up content, behind file:// addresses"
+    from fedbook.compat import vision
+    arrays,resources = made_up('mnist'),[]
+    (tmp_path/'site').mkdir()
+    for split,part in (('train','train'),('t10k','test')):
+        for kind,a,magic in (('images-idx3',arrays[f'{part}_x'],0x803),('labels-idx1',arrays[f'{part}_y'],0x801)):
+            raw = gzip.compress(struct.pack(f'>{1+a.ndim}I', magic, *a.shape) + a.tobytes())
+            resources.append((f'{split}-{kind}-ubyte.gz', hashlib.md5(raw).hexdigest()))
+            (tmp_path/'site'/resources[-1][0]).write_bytes(raw + b'!'*spoil)
+    monkeypatch.setattr(vision().datasets.MNIST, 'mirrors', [f'file://{tmp_path}/site/'])
+    monkeypatch.setattr(vision().datasets.MNIST, 'resources', resources)
+    monkeypatch.delenv('FEDBOOK_OFFLINE')
+    return arrays
+
+def test_mnist_through_torchvision(folder, tmp_path, monkeypatch, capfd):
+    arrays = serve_mnist(tmp_path, monkeypatch)
+    d = load('mnist')
+    assert all((getattr(d, k) == v).all() for k,v in arrays.items())
+    assert d.classes[:2] == ['0 - zero'[:1], '1'] and d.source == 'mnist.npz' and os.listdir(folder) == ['mnist.npz']
+    shutil.rmtree(tmp_path/'site')
+    assert load('mnist').fingerprint == d.fingerprint
+    assert capfd.readouterr().out == '' and socket.getdefaulttimeout() is None
+
+def test_wrong_checksum_is_refused(folder, tmp_path, monkeypatch):
+    serve_mnist(tmp_path, monkeypatch, spoil=True)
+    with pytest.raises(Refused) as e: load('mnist')
+    one_sentence(e, folder/'mnist.npz', 'fedbook data fetch mnist', 'corrupted')
+    assert not folder.exists()
+
+def test_cifar_through_torchvision(folder, tmp_path, monkeypatch):
+    from fedbook.compat import vision
+    arrays,C = made_up('cifar10'),vision().datasets.CIFAR10
+    def entry(tar, name, value):
+        raw = pickle.dumps(value)
+        info = tarfile.TarInfo(f'{C.base_folder}/{name}')
+        info.size = len(raw)
+        tar.addfile(info, io.BytesIO(raw))
+        return hashlib.md5(raw).hexdigest()
+    flat = lambda x: x.transpose(0,3,1,2).reshape(len(x), -1)
+    with tarfile.open(tmp_path/C.filename, 'w:gz') as tar:
+        train = [[n, entry(tar, n, dict(data=flat(arrays['train_x'][i::5]), labels=arrays['train_y'][i::5].tolist()))] for i,(n,_) in enumerate(C.train_list)]
+        test = [['test_batch', entry(tar, 'test_batch', dict(data=flat(arrays['test_x']), labels=arrays['test_y'].tolist()))]]
+        meta = dict(C.meta, md5=entry(tar, C.meta['filename'], dict(label_names=list('abcdefghij'))))
+    for k,v in dict(url=f'file://{tmp_path}/{C.filename}', tgz_md5=hashlib.md5((tmp_path/C.filename).read_bytes()).hexdigest(),
+                    train_list=train, test_list=test, meta=meta).items(): monkeypatch.setattr(C, k, v)
+    monkeypatch.delenv('FEDBOOK_OFFLINE')
+    d = load('cifar10')
+    assert d.classes == list('abcdefghij') and (d.test_x == arrays['test_x']).all()
+    assert (d.train_x == np.concatenate([arrays['train_x'][i::5] for i in range(5)])).all() and d.train_y.dtype == np.int64
+
+@pytest.mark.parametrize('error', [OSError('timed out'), RuntimeError('Error downloading x:\nTried y, got:\nno route\n'), OSError()])
+def test_no_network(folder, monkeypatch, error):
+    seen = []
+    def download(name): seen.append(name); raise error
+    monkeypatch.setattr(data, 'download', download)
+    with pytest.raises(Refused) as e: load('mnist')
+    assert not seen
+    monkeypatch.delenv('FEDBOOK_OFFLINE')
+    with pytest.raises(Refused) as e: load('mnist')
+    one_sentence(e, folder/'mnist.npz')
+    assert seen == ['mnist'] and not folder.exists()
+
+def test_patience_ends():
+    with pytest.raises(KeyError):
+        with patience(3):
+            assert socket.getdefaulttimeout() == 3
+            raise KeyError
+    assert socket.getdefaulttimeout() is None
+
+def test_describe(folder):
+    path = put(folder)
+    d = {e['name']: e for e in describe()}
+    assert list(d) == list(CATALOGUE) and d['mnist']['where'] == str(path) and d['cifar10']['where'] is None
+    assert d['cifar10'] == dict(name='cifar10', where=None, stand_in='fashion_mnist_mini', how='fedbook data fetch cifar10')
+    assert d['fashion_mnist_mini']['where'] == 'embedded' and d['fashion_mnist_mini']['stand_in'] is None
+
+# Archives
+
+def pack(path, members):
+    "A zip or tar archive of (name, content), where content is bytes or a key of `ODD`"
+    if path.suffix == '.zip':
+        with zipfile.ZipFile(path, 'w') as z:
+            for name,content in members:
+                info = zipfile.ZipInfo(name)
+                if content == LINK: info.external_attr,content = (stat.S_IFLNK|0o777) << 16,b'/etc'
+                z.writestr(info, content)
+    else:
+        with tarfile.open(path, 'w:' + {'.tar':'','.tgz':'gz','.xz':'xz'}[path.suffix]) as t:
+            for name,content in members:
+                info = tarfile.TarInfo(name)
+                if isinstance(content, bytes): info.size = len(content); t.addfile(info, io.BytesIO(content))
+                else: info.type,info.linkname = ODD[content],'/etc'; t.addfile(info)
+    return path
+
+LINK = 'a symbolic link'
+ODD = {LINK: tarfile.SYMTYPE, 'a hard link': tarfile.LNKTYPE, 'a pipe': tarfile.FIFOTYPE, 'a device': tarfile.CHRTYPE}
+KINDS = ['a.zip', 'a.tar', 'a.tgz', 'a.tar.xz']
+
+@pytest.mark.parametrize('kind', KINDS)
+def test_extract(tmp_path, kind):
+    a = pack(tmp_path/kind, [('x/y.txt', b'hello'), ('z', b'')])
+    to = tmp_path/'deep'/'out'
+    assert extract(a, to) == to and (to/'x'/'y.txt').read_bytes() == b'hello' and sorted(os.listdir(to)) == ['x','z']
+    assert os.listdir(tmp_path/'deep') == ['out']
+    with pytest.raises(Refused) as e: extract(a, to)
+    one_sentence(e, to, 'exists')
+
+@pytest.mark.parametrize('kind', KINDS)
+@pytest.mark.parametrize('bad', [('../evil', b'!'), ('a/../../evil', b'!'), ('/evil', b'!'), ('..\\evil', b'!'), ('C:\\evil', b'!'), ('link', LINK)])
+def test_unsafe_archives_are_refused_before_anything_is_written(tmp_path, monkeypatch, kind, bad):
+    a = pack(tmp_path/kind, [('fine', b'ok'), bad])
+    written = []
+    monkeypatch.setattr(data.tempfile, 'TemporaryDirectory', lambda *a, **k: written.append(a))
+    with pytest.raises(Refused) as e: extract(a, tmp_path/'deep'/'out')
+    one_sentence(e, a, bad[0].replace('\\','\\\\'))
+    assert os.listdir(tmp_path) == [kind] and not written
+
+@pytest.mark.parametrize('kind', list(ODD))
+def test_hard_links_and_devices_are_refused(tmp_path, kind):
+    with pytest.raises(Refused): extract(pack(tmp_path/'a.tar', [('x', kind)]), tmp_path/'out')
+    assert os.listdir(tmp_path) == ['a.tar']
+
+@pytest.mark.parametrize('kind', KINDS)
+def test_damaged_archives_are_one_sentence(tmp_path, kind):
+    a = pack(tmp_path/kind, [(f'f{i}', np.random.default_rng(i).bytes(3000)) for i in range(4)])
+    good = a.read_bytes()
+    for bad in (b'', b'no archive', good[:len(good)//2], good[:5000]):
+        a.write_bytes(bad)
+        with pytest.raises(Refused) as e: extract(a, tmp_path/'out')
+        one_sentence(e, a)
+        assert os.listdir(tmp_path) == [kind]
+    a.unlink()
+    with pytest.raises(Refused) as e: extract(a, tmp_path/'out')
+    one_sentence(e, a, 'No such file')
+
+def test_a_folder_that_cannot_be_made(tmp_path):
+    a = pack(tmp_path/'a.zip', [('x', b'')])
+    (tmp_path/'file').write_text('')
+    with pytest.raises(Refused) as e: extract(a, tmp_path/'file'/'out')
+    one_sentence(e, tmp_path/'file'/'out')
+
+@pytest.mark.parametrize('kind', KINDS)
+def test_install(folder, tmp_path, kind):
+    files = [(f'some/where/{n}.npz', put(tmp_path/'made', n).read_bytes()) for n in ('cifar10','mnist')]
+    a = pack(tmp_path/kind, [('read.me', b'hi'), ('__MACOSX/._mnist.npz', b'?'), *files])
+    assert install(a) == ['cifar10','mnist'] and sorted(os.listdir(folder)) == ['cifar10.npz','mnist.npz']
+    assert load('mnist').n_classes == 10
+    with pytest.raises(Refused) as e: install(a)
+    one_sentence(e, folder/'cifar10.npz', 'delete it')
+
+def test_install_of_one_file(folder, tmp_path):
+    assert install(put(tmp_path/'made')) == ['mnist'] and load('mnist').source == 'mnist.npz'
+
+@pytest.mark.parametrize('bad', [('cifra10.npz', b''), ('mnist.npz', b'damaged'), ('fashion_mnist_mini.npz', b''), ('x.txt', None)])
+def test_install_refuses_as_a_whole(folder, tmp_path, bad):
+    good = put(tmp_path/'made', 'cifar10').read_bytes()
+    members = [('x.txt', b'')] if bad[1] is None else [('cifar10.npz', good), bad]
+    with pytest.raises(Refused) as e: install(pack(tmp_path/'a.zip', members))
+    one_sentence(e)
+    assert not folder.exists()
+
+# The validation part
+
+@given(y=st.lists(st.integers(0,5), min_size=0, max_size=80), share=st.floats(.01,.99), seed=st.integers(0,5))
+@settings(max_examples=200, deadline=None)
+def test_split_is_disjoint_complete_and_stratified(y, share, seed):
+    train,val = split_validation(y, share, seed)
+    n,m = len(y),len(val)
+    assert sorted([*train, *val]) == list(range(n)) and (np.diff(train) > 0).all() and (np.diff(val) > 0).all()
+    if n < 2: assert m == 0; return
+    assert m == min(max(1, round(share*n)), n-1)
+    for c in set(y):
+        exact = y.count(c)*m/n
+        assert np.floor(exact) <= sum(y[i]==c for i in val) <= np.ceil(exact)
+    assert all((a == b).all() for a,b in zip((train,val), split_validation(y, share, seed)))
+
+def test_split_by_number_and_its_key():
+    train,val = split_validation(1000, .1)
+    assert len(val) == 100 and len(train) == 900
+    others = [split_validation(1000, .1, 1)[1], split_validation(1000, .1, 0, 'client', 3)[1], split_validation(torch.zeros(1000), .1, 2)[1]]
+    assert all(len(o) == 100 and (o != val).any() for o in others)
+    counts = sum(np.isin(np.arange(20), split_validation(20, .25, s)[1]).astype(int) for s in range(400))
+    assert counts.min() > 60 and counts.max() < 140 # each sample in a quarter of 400 draws
+
+@pytest.mark.parametrize('share', [0, 1, -.1, 1.5, float('nan')])
+def test_share_is_checked(share):
+    with pytest.raises(Refused): split_validation(10, share)
+
+# Normalisation
+
+@pytest.mark.parametrize('name', list(STATISTICS))
+@pytest.mark.parametrize('size', [None, 9])
+def test_normaliser_equals_torchvision(name, size):
+    from fedbook.compat import vision
+    vision()
+    from torchvision.transforms import v2
+    mean,std = STATISTICS[name]
+    x = torch.randint(0, 256, (5, 3, 6, 6), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    theirs = v2.Compose([v2.Resize((size or 6,)*2, antialias=True), v2.ToDtype(torch.float32, scale=True), v2.Normalize(mean*(3//len(mean)), std*(3//len(std)))])
+    y = normaliser(name, size=size)(x)
+    assert y.dtype == torch.float32 and y.shape == (5,3,size or 6,size or 6)
+    torch.testing.assert_close(y, theirs(x), atol=2e-6, rtol=0)
+    torch.testing.assert_close(normaliser(list(mean), list(std), size)(x), y)
+
+def test_grey_becomes_colour():
+    x = torch.arange(16, dtype=torch.uint8).view(1,1,4,4)
+    z = normaliser('imagenet', channels=3)(x)
+    assert z.shape == (1,3,4,4)
+    assert (z == normaliser('imagenet')(x.repeat(1,3,1,1))).all() and (x.flatten() == torch.arange(16)).all()
+    assert normaliser('mnist', channels=3)(x).shape == (1,3,4,4)
+
+@pytest.mark.parametrize('bad', [dict(mean='cifar1000'), dict(mean='cifar10', std=.5), dict(mean=.5), dict(mean=[.5], std=[0]), dict(mean=[.5]*3, std=[.5]),
+    dict(mean=[.5]*2, std=[.5]*2), dict(channels=2), dict(size=0), dict(size=2.5), dict(mean=[.5], std=['a'])])
+def test_bad_normalisers(bad):
+    with pytest.raises(Refused) as e: normaliser(**bad)
+    one_sentence(e)
+
+def test_bad_images():
+    with pytest.raises(Refused): normaliser()(torch.zeros(1,1,2,2))
+    with pytest.raises(Refused) as e: normaliser('cifar10')(torch.zeros(1,1,2,2, dtype=torch.uint8))
+    one_sentence(e, 'channels=3')
+
+# Augmentation
+
+def by_hand(x, top, left, mirrored, size, padding):
+    "The augmentation of one image, in plain words"
+    y = np.pad(x, ((0,0),(padding,padding),(padding,padding)))[:, top:top+size, left:left+size]
+    return y[:,:,::-1] if mirrored else y
+
+@pytest.mark.parametrize('channels, size, padding', [(1,8,2), (3,8,4), (3,6,0), (1,11,2)])
+def test_each_image_is_a_window_of_itself(channels, size, padding):
+    x = torch.randint(1, 256, (12, channels, 8, 8), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    out = augmenter('flip_crop', size=size, padding=padding)(x)
+    assert out.shape == (12, channels, size, size) and out.dtype == torch.uint8
+    steps = range(8+2*padding-size+1)
+    for a,b in zip(x.numpy(), out.numpy()):
+        assert sum((by_hand(a, t, l, m, size, padding) == b).all() for t in steps for l in steps for m in (0,1)) == 1
+
+def test_all_windows_occur_inside_one_batch_and_evenly():
+    x = torch.arange(1, 17, dtype=torch.uint8).view(1,1,4,4).expand(9000,-1,-1,-1)
+    with seeded(0, 'windows'): kinds,counts = augmenter(size=4, padding=1)(x).unique(dim=0, return_counts=True)
+    assert len(kinds) == 18 and counts.min() > 400 and counts.max() < 600
+
+def test_augmentation_is_decided_by_the_stream():
+    x,f = load('fashion_mnist_mini').images('train')[:50],augmenter(size=28)
+    with seeded(0, 'a'): a = f(x)
+    torch.rand(7)
+    with seeded(0, 'a'): assert (f(x) == a).all()
+    with seeded(1, 'a'): assert (f(x) != a).any()
+
+def test_bad_augmentations():
+    for bad in (dict(name='flipcrop'), dict(sise=3), dict(size=-1), dict(padding=-1), dict(padding=1.5)):
+        with pytest.raises(Refused) as e: augmenter(**bad)
+        one_sentence(e)
+    with pytest.raises(Refused) as e: augmenter(size=32, padding=1)(torch.zeros(1,1,28,28, dtype=torch.uint8))
+    one_sentence(e, '32', '30')

@@ -1,0 +1,49 @@
+"The notebooks are the source: clean, in step with the package, and ready for papermill. (nbdev_test executes them.)"
+import filecmp, json, os, re, shutil, subprocess, sys
+from pathlib import Path
+import pytest
+from fedbook.manifest import experiments, PROFILES
+from fedbook.runner import check_parameters
+
+ROOT = Path(__file__).resolve().parents[1]
+NBS = sorted(p for p in (ROOT/'nbs').rglob('*.ipynb') if '.ipynb_checkpoints' not in p.parts)
+EXPERIMENTS = list(experiments().values())
+
+def cells(nb): return json.loads(nb.read_text())['cells']
+def code(nb): return [''.join(c['source']) for c in cells(nb) if c['cell_type']=='code']
+
+@pytest.mark.parametrize('nb', NBS, ids=lambda p: p.stem)
+def test_notebook_is_clean(nb):
+    for c in cells(nb):
+        assert c.get('execution_count') is None and set(c['metadata']) <= {'tags'}
+        assert not any(o['output_type']=='error' for o in c.get('outputs', []))
+    assert all(len(c['id']) for c in cells(nb))
+
+@pytest.mark.parametrize('nb', NBS, ids=lambda p: p.stem)
+def test_cells_are_short(nb):
+    lines = sorted(len([l for l in s.splitlines() if l.strip()]) for s in code(nb))
+    assert not lines or lines[int(.9*(len(lines)-1))] <= 14
+
+def test_package_matches_notebooks(tmp_path):
+    for d in ('nbs','fedbook'): shutil.copytree(ROOT/d, tmp_path/d, ignore=shutil.ignore_patterns('__pycache__'))
+    for f in ('settings.ini','pyproject.toml'): shutil.copy(ROOT/f, tmp_path/f)
+    env = {k: v for k,v in os.environ.items() if k!='IN_TEST'}
+    subprocess.run([Path(sys.executable).with_name('nbdev_export')], cwd=tmp_path, env=env, check=True)
+    names = [str(p.relative_to(ROOT)) for p in (ROOT/'fedbook').rglob('*.py')]
+    _,mismatch,errors = filecmp.cmpfiles(ROOT, tmp_path, names, shallow=False)
+    assert not mismatch and not errors
+    assert sorted(names)==sorted(str(p.relative_to(tmp_path)) for p in (tmp_path/'fedbook').rglob('*.py'))
+
+@pytest.mark.parametrize('e', EXPERIMENTS, ids=lambda e: e.id)
+def test_table_takes_what_the_manifest_gives(e):
+    for p in PROFILES: check_parameters(ROOT/'nbs'/e.notebook, e.parameters(p))
+
+@pytest.mark.parametrize('e', EXPERIMENTS, ids=lambda e: e.id)
+def test_defaults_of_a_table_are_its_smoke_run(e):
+    given,names = next(c for c in cells(ROOT/'nbs'/e.notebook) if 'parameters' in c['metadata'].get('tags', [])),{}
+    exec(''.join(given['source']), names)
+    assert {k: names[k] for k in e.parameters('smoke')}==e.parameters('smoke')
+
+@pytest.mark.parametrize('e', EXPERIMENTS, ids=lambda e: e.id)
+def test_table_uses_no_directive_that_papermill_ignores(e):
+    assert not any(re.search(r'^#\| *(eval: *false|export)', s, re.M) for s in code(ROOT/'nbs'/e.notebook))

@@ -1,0 +1,63 @@
+"The files that describe the project agree with each other."
+import ast, configparser, json, re, subprocess, sys, tomllib
+from pathlib import Path
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+INI = configparser.ConfigParser(); INI.read(ROOT/'settings.ini'); INI = INI['DEFAULT']
+TOML = tomllib.loads((ROOT/'pyproject.toml').read_text())
+PROJECT,NBDEV = TOML['project'],TOML['tool']['nbdev']
+FLOORS = ['errors', 'files streams settings', 'tensors compat', 'data partition models optim', 'features', 'method', 'methods', 'rounds', 'results papers manifest',
+          'experiments', 'chapters', 'runner', 'cli']
+
+def plain(x): return dict(true=True, false=False).get(x.lower(), x) if isinstance(x, str) else x
+
+def test_settings_and_pyproject_agree():
+    assert INI['lib_name']==PROJECT['name'] and INI['description']==PROJECT['description']
+    assert PROJECT['requires-python']=='>='+INI['min_python']
+    assert (ROOT/'fedbook'/'__init__.py').read_text()==f'__version__ = "{INI["version"]}"\n'
+
+@pytest.mark.parametrize('name', NBDEV)
+def test_nbdev_settings_agree(name):
+    theirs = NBDEV[name]
+    ours = INI[name].split() if isinstance(theirs, list) else plain(INI[name])
+    assert ours==theirs, 'a list in TOML: nbdev 3 takes a string apart into letters'
+
+def test_environment_has_the_same_pins():
+    env = re.findall(r'^  - (\S+==\S+)$', (ROOT/'environment.yml').read_text(), re.M)
+    assert env==PROJECT['optional-dependencies']['dev']
+    pinned = {p.split('==')[0].lower() for p in env}
+    assert {re.split('[<>=]', d)[0].lower() for d in PROJECT['dependencies']} <= pinned
+
+def test_installed_versions_are_the_pins():
+    from importlib.metadata import version
+    pins = dict(p.split('==') for p in PROJECT['optional-dependencies']['dev'])
+    assert {k: version(k).split('+')[0] for k in pins}==pins
+
+def modules(): return sorted((ROOT/'fedbook').rglob('*.py'))
+
+def imports(path):
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom): yield from ([node.module] if node.module!='fedbook' else [f'fedbook.{a.name}' for a in node.names])
+        elif isinstance(node, ast.Import): yield from (a.name for a in node.names)
+
+@pytest.mark.parametrize('path', modules(), ids=lambda p: p.relative_to(ROOT).as_posix())
+def test_package_needs_no_nbdev(path):
+    assert not [m for m in imports(path) if m.split('.')[0] in ('nbdev','fastcore','execnb')]
+
+def floor(name): return next((i for i,f in enumerate(FLOORS) if name in f.split()), None)
+
+@pytest.mark.parametrize('path', [p for p in modules() if not p.stem.startswith('_')], ids=lambda p: p.relative_to(ROOT).as_posix())
+def test_a_module_imports_only_from_lower_floors(path):
+    here = floor(path.relative_to(ROOT/'fedbook').with_suffix('').parts[0])
+    assert here is not None, 'give the module a floor'
+    for m in imports(path):
+        if m.startswith('fedbook.') and m!=f'fedbook.{path.stem}': assert floor(m.split('.')[1]) <= here, m
+
+def test_importing_fedbook_is_light():
+    code = 'import sys, fedbook; print(sorted({"torch","timm","pandas","matplotlib","numpy"} & set(sys.modules)))'
+    assert subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, check=True).stdout.strip()=='[]'
+
+def test_readme_is_the_front_page():
+    from readme import fresh
+    assert (ROOT/'README.md').read_text()==fresh(), 'run: make readme'

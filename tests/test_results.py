@@ -1,0 +1,310 @@
+"Records survive a kill at any byte; intervals, verdicts and tables say what they should and nothing else."
+import json, math, multiprocessing as mp, os, signal, subprocess, sys, time, warnings
+import numpy as np, pytest, torch
+from hypothesis import given, settings, strategies as st
+from fedbook import results as R
+from fedbook.errors import Refused
+
+CELLS = [dict(classes=c, epochs=4, accuracy=a, loss=l) for c,a,l in [(1, 5.5, 22.5), (5, 35.06, 7.91), (50, 66.9, 5.85)]]
+KEYS = ['classes','epochs']
+
+def run(seed=0, classes=5, acc=35., loss=8., method='fedavg', **changes):
+    "A record that ends at `acc` and `loss`"
+    rows = [[1, None, 'accuracy', acc+9], [2, None, 'accuracy', acc], [2, None, 'loss', loss]]
+    return dict(fingerprint=f'{method}{classes}-{seed}', setting=dict(lr=.03), seed=seed, paper='000', table='table7', profile='paper', method=method,
+        variant='intended', cell=dict(classes=classes, epochs=4), rows=rows, bytes_up=1, bytes_down=2, seconds=1.5, device='cpu', data='cifar100',
+        model='vit', stand_in=dict(data=None, model=None), code='c0de', version='0.1.0', when='2026-01-01T00:00:00') | changes
+
+@pytest.fixture
+def path(tmp_path): return tmp_path/'deep'/'runs.jsonl'
+
+# ---- the file
+
+def test_round_trip_with_scalars(path):
+    r = run(seed=np.int64(3), rows=[(1, None, 'accuracy', np.float32(.5)), (1, 2, 'loss', torch.tensor(2.)), (1, None, 'loss', math.inf)])
+    R.append(path, r); R.append(path, run())
+    a,b = R.read(path)
+    assert a['seed']==3 and a['rows']==[[1,None,'accuracy',.5], [1,2,'loss',2.], [1,None,'loss',None]] and b==run()
+    assert path.read_bytes().count(b'\n')==2 and b'NaN' not in path.read_bytes()
+
+def test_truncated_at_every_byte(path, monkeypatch):
+    monkeypatch.setattr(os, 'fsync', lambda f: None)
+    for s in (0, 1): R.append(path, run(s, model='é'))
+    whole = path.read_bytes()
+    first = whole.index(b'\n')
+    for n in range(len(whole)):
+        path.write_bytes(whole[:n])
+        kept = (n >= first) + (n >= len(whole)-1)
+        assert [r['seed'] for r in R.read(path)] == [0,1][:kept]
+        R.append(path, run(2))
+        assert [r['seed'] for r in R.read(path)] == [0,1][:kept]+[2]
+        for line in path.read_bytes().splitlines(): json.loads(line)
+
+def test_broken_line_in_the_middle_is_named(path):
+    for s in range(3): R.append(path, run(s))
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(lines[0]+lines[1][:40]+b'\n'+lines[2])
+    with pytest.raises(Refused, match=r'runs\.jsonl line 2'): R.read(path)
+    path.write_bytes(lines[0]+b'{"a": 1}\n')
+    with pytest.raises(Refused, match='line 2'): R.read(path)
+
+def test_missing_file_is_no_records(path): assert R.read(path)==[]
+
+@pytest.mark.parametrize('text', [b'Dear diary', b'[1, 2', b'{"other": 1', b'{"fingerprin!'])
+def test_append_never_eats_another_file(tmp_path, text):
+    p = tmp_path/'diary.txt'
+    p.write_bytes(text)
+    with pytest.raises(Refused, match='diary'): R.append(p, run())
+    assert p.read_bytes()==text
+
+def test_done_again_counts_once(path):
+    for acc in (1., 2.): R.append(path, run(acc=acc))
+    (r,) = R.read(path)
+    assert R.value_of(r, 'accuracy')==2.
+
+@pytest.mark.parametrize('change,word', [(dict(code=...), "'code'"), (dict(sead=1), "'seed'"), (dict(cell=dict(seed=1)), "'seed'"),
+    (dict(cell=dict(value=1)), "'value'"), (dict(rows=[[1,'accuracy',2.]]), 'row is')])
+def test_malformed_records(path, change, word):
+    r = {k: v for k,v in (run()|change).items() if v is not ...}
+    with pytest.raises(Refused, match=word): R.append(path, r)
+    assert not path.exists()
+
+def test_full_disk_leaves_the_file_as_it_was(path, monkeypatch):
+    R.append(path, run())
+    before,write = path.read_bytes(),os.write
+    monkeypatch.setattr(os, 'write', lambda f,b: write(f, b[:50]))
+    with pytest.raises(Refused, match='could not be stored'): R.append(path, run(1))
+    assert path.read_bytes()==before
+
+def test_unwritable_place(tmp_path):
+    (tmp_path/'file').write_text('')
+    for act in (lambda: R.append(tmp_path/'file'/'runs.jsonl', run()), lambda: R.locked(tmp_path/'file'/'runs.jsonl').__enter__()):
+        with pytest.raises(Refused, match='Cannot write'): act()
+
+def fill(path, first):
+    for i in range(20): R.append(path, run(first+i))
+
+def test_appending_at_the_same_time(path):
+    fork = mp.get_context('fork')
+    ps = [fork.Process(target=fill, args=(path, 20*i)) for i in range(4)]
+    for p in ps: p.start()
+    for p in ps: p.join()
+    assert sorted(r['seed'] for r in R.read(path)) == list(range(80))
+    assert len(path.read_bytes().splitlines()) == 80
+
+# ---- the lock
+
+def hold(path, told):
+    with R.locked(path): told.set(); time.sleep(60)
+
+def test_lock_names_its_holder_and_dies_with_it(path):
+    fork = mp.get_context('fork')
+    told = fork.Event()
+    p = fork.Process(target=hold, args=(path, told)); p.start()
+    assert told.wait(20)
+    with pytest.raises(Refused, match=f'process {p.pid};'):
+        with R.locked(path, timeout=.1): pass
+    os.kill(p.pid, signal.SIGKILL); p.join()
+    with R.locked(path): assert str(os.getpid())==path.with_name('runs.jsonl.lock').read_text()
+
+def test_lock_is_free_after_an_error(path):
+    with pytest.raises(OSError, match='mine'):
+        with R.locked(path): raise OSError('mine')
+    with R.locked(path): pass
+
+def test_lock_waits(path):
+    fork = mp.get_context('fork')
+    told = fork.Event()
+    p = fork.Process(target=hold, args=(path, told)); p.start()
+    assert told.wait(20)
+    fork.Process(target=lambda: (time.sleep(.3), os.kill(p.pid, signal.SIGKILL))).start()
+    with R.locked(path, timeout=60): pass
+    p.join()
+
+# ---- tidy
+
+def test_tidy_rows():
+    f = R.tidy([run(rows=[[1,None,'loss',None],[1,4,'accuracy',50.]]), run(1, profile='smoke', cell=dict(dr=25))])
+    assert len(f)==2+3 and math.isnan(f['value'][0]) and f['client'].tolist()[1]==4 and f['client'].isna().sum()==4
+    assert f['classes'].tolist()[0]==5 and f['classes'].isna().sum()==3 and f['dr'].isna().sum()==2
+    assert f['stand_in'].tolist()[0]=='' and 'smoke' in f['stand_in'].tolist()[-1] and f['bytes_down'].eq(2).all()
+    assert {'value','round','metric','fingerprint'} <= set(R.tidy([]).columns)
+
+# ---- intervals and verdicts
+
+numbers = st.lists(st.floats(-100, 100, allow_subnormal=False), min_size=1, max_size=6)
+
+@settings(max_examples=60, deadline=None)
+@given(numbers, st.randoms())
+def test_interval_properties(xs, rnd):
+    mean,low,high = R.interval(xs)
+    ys = xs[:]; rnd.shuffle(ys)
+    assert R.interval(ys)==(mean, low, high)
+    assert mean==pytest.approx(np.mean(xs), abs=1e-9)
+    if len(xs)==1: assert low is high is None
+    else: assert min(xs)-1e-9 <= low <= mean+1e-9 and mean-1e-9 <= high <= max(xs)+1e-9
+
+def test_interval_by_hand():
+    assert R.interval([1., 2., 6.])==(3., 1., 6.) # 1/27 > 2.5 %: the extremes
+    assert R.interval([0., 0., 0., 0., 10.])[2] == 6. # P(k tens of 5) = binomial(5, 1/5): P(k >= 4) = .7 %, P(k >= 3) = 5.8 %
+    with warnings.catch_warnings():
+        warnings.simplefilter('error')
+        assert R.interval([.1]*3)==(.1,)*3
+
+def test_wider_level_is_wider():
+    xs = [1., 2., 4., 8., 16., 32.]
+    (_,a,b),(_,c,d) = R.interval(xs, .5),R.interval(xs, .99)
+    assert c < a < b < d
+
+@pytest.mark.parametrize('ours,printed,stand_in,tol,word', [
+    ([], 40, False, 1, 'not run'), ([], None, True, 0, 'not run'), ([1., math.nan], 40, True, 1, 'not finite'), ([1.], None, False, 0, 'not printed'),
+    ([40.9], 40, False, 1, 'agrees (one seed)'), ([41.1], 40, False, 1, 'higher (one seed)'), ([38.9], 40, True, 1, 'lower (one seed, stand-in)'),
+    ([39.5, 40.5], 40, False, 0, 'agrees'), ([41., 41.2], 40, False, 1, 'higher'), ([41., 41.2], 40, False, 1.2, 'agrees'),
+    ([38., 38.5, 39.], 40, True, 1, 'lower (stand-in)'), ([50., 50.], 40, False, 1, 'higher'), ([40., 40.], 40, True, 0, 'agrees (stand-in)')])
+def test_verdict(ours, printed, stand_in, tol, word): assert R.verdict(ours, printed, stand_in, tol)==word
+
+@settings(max_examples=40, deadline=None)
+@given(numbers, st.floats(-200, 200), st.floats(0, 5))
+def test_verdict_is_monotone(xs, printed, tol):
+    word = R.verdict(xs, printed, False, tol).split()[0]
+    if printed > max(xs)+tol+1e-6: assert word=='lower'
+    elif printed < min(xs)-tol-1e-6: assert word=='higher'
+    elif abs(np.mean(xs)-printed) < tol-1e-6: assert word=='agrees'
+
+def test_tolerance():
+    assert R.tolerance('accuracy', 5.)==R.tolerance('personal_accuracy', 80.)==1.
+    assert R.tolerance('loss', 20.)==1.
+
+# ---- which round
+
+def test_round_is_never_chosen_on_test_data():
+    rows = [[r,None,m,v] for m,vs in dict(accuracy=[90.,50.,60.], val_accuracy=[20.,30.,30.]).items() for r,v in enumerate(vs, 1)]
+    r = run(rows=rows)
+    assert R.value_of(r, 'accuracy')==60. and R.value_of(r, 'accuracy', 'validation')==50.
+    for at in ('best', 'test', 'max', None):
+        with pytest.raises(Refused, match='choice of round'): R.value_of(r, 'accuracy', at)
+    with pytest.raises(Refused, match='val_accuracy'): R.value_of(run(), 'accuracy', 'validation')
+    with pytest.raises(Refused, match='round 2'): R.value_of(run(rows=[*rows, [3,None,'loss',1.]]), 'loss', 'validation')
+
+def test_order_of_rows_does_not_matter():
+    r = run()
+    assert R.value_of(r|dict(rows=r['rows'][::-1]), 'accuracy')==35.
+
+def test_diverged_and_per_client():
+    assert math.isnan(R.value_of(run(loss=None), 'loss')) and R.value_of(run(), 'train_loss') is None
+    rows = [[2,0,'accuracy',10.],[2,1,'accuracy',30.]]
+    assert R.value_of(run(rows=rows), 'accuracy')==20. and R.value_of(run(rows=[*rows,[2,None,'accuracy',11.]]), 'accuracy')==11.
+    nan_first = [[1,None,'val_accuracy',None],[2,None,'val_accuracy',1.],[1,None,'accuracy',5.],[2,None,'accuracy',6.]]
+    assert R.value_of(run(rows=nan_first), 'accuracy', 'validation')==6.
+
+# ---- the comparison
+
+def test_comparison_by_hand():
+    rs = [run(s, 5, a, 8.) for s,a in enumerate([30., 31., 35.])]+[run(0, 1, 5., None)]
+    c = R.comparison(rs, CELLS, KEYS)
+    f = c.frame.set_index(['classes','metric'])
+    assert list(c.frame.columns)==[*KEYS,'metric','printed','ours','n','low','high','difference','verdict'] and len(f)==6
+    a = f.loc[(5,'accuracy')]
+    assert (a.printed, a.ours, a.n, a.low, a.high, a.verdict)==(35.06, 32., 3, 30., 35., 'lower') and a.difference==pytest.approx(-3.06)
+    assert f.loc[(5,'loss')].verdict=='agrees' and f.loc[(1,'loss')].verdict=='not finite' and f.loc[(1,'accuracy')].verdict=='agrees (one seed)'
+    assert f.loc[(50,'accuracy')].verdict=='not run' and math.isnan(f.loc[(50,'accuracy')].ours) and f.loc[(50,'loss')].n==0
+    md = c.to_markdown()
+    assert '| 5 | 4 | accuracy | 35.06 | 32.00 | 3 | 30.00 | 35.00 | -3.06 | lower |' in md
+    assert '| 50 | 4 | loss | 5.85 | – | 0 | – | – | – | not run |' in md and 'nan' not in md+c.to_html()
+    assert 'No stand-ins' in md and 'seeds 0, 1, 2' in md and 'last round' in md
+
+@pytest.mark.parametrize('change,word', [(dict(profile='laptop'), 'scale: reduced, profile laptop'), (dict(stand_in=dict(data='Fashion|<b>', model=None)), 'data: Fashion'),
+    (dict(stand_in=dict(data=None, model='linear head')), 'model: linear head'), (dict(profile='smoke', stand_in=dict(scale='3 of 8 rounds')), 'scale: 3 of 8 rounds')])
+def test_stand_ins_are_on_the_face(change, word):
+    c = R.comparison([run(**change)], CELLS, KEYS)
+    for text in (c.to_markdown(), c.to_html(), c.wide('accuracy').to_markdown()): assert word in text and 'agrees (one seed, stand-in)' in text
+    assert '<b>' not in c.to_html()
+
+def test_nothing_run():
+    c = R.comparison([], CELLS, KEYS)
+    assert set(c.frame.verdict)=={'not run'} and 'Nothing has been run yet' in c.to_markdown()
+
+def test_methods_and_variants_become_columns():
+    c = R.comparison([run(), run(method='fedprox', acc=40.)], CELLS, KEYS, ['accuracy'])
+    assert list(c.frame.columns)[:3]==[*KEYS,'method'] and len(c.frame)==2*3
+    c = R.comparison([run(), run(variant='printed', fingerprint='x')], CELLS, KEYS, ['accuracy'])
+    assert list(c.frame.columns)[:3]==[*KEYS,'variant'] and sorted(c.frame.variant.unique())==['intended','printed']
+    assert list(c.wide('accuracy').frame.columns)==[*KEYS,'variant','printed','ours [95 %]','n','verdict']
+
+def test_unprinted_runs_are_shown():
+    c = R.comparison([run(classes=7)], CELLS, KEYS, ['accuracy'])
+    last = c.frame.iloc[-1]
+    assert last.classes==7 and last.verdict=='not printed' and len(c.frame)==4 and '| 7 | 4 | accuracy | – | 35.00 | 1 |' in c.to_markdown()
+
+def test_what_a_comparison_refuses():
+    for rs,kw,word in [([run(), run(fingerprint='other')], {}, 'fedavg5-0, other'), ([run(), run(1, table='table6')], {}, 'several tables'),
+                       ([run(), run(1, profile='smoke')], {}, 'several tables or profiles'), ([run()], dict(metrics=['acuracy']), "'accuracy'"),
+                       ([run()], dict(index=['clases']), "'classes'"), ([run()], dict(index=None), 'index'), ([run()], dict(at='best'), 'choice of round'), ([], dict(at='best'), 'choice of round')]:
+        with pytest.raises(Refused, match=word): R.comparison(rs, CELLS, **(dict(index=KEYS)|kw))
+
+def test_validation_round_reaches_the_table():
+    r = run(rows=[[1,None,'accuracy',1.],[2,None,'accuracy',2.],[1,None,'val_accuracy',9.],[2,None,'val_accuracy',8.]])
+    c = R.comparison([r], CELLS, KEYS, ['accuracy'], at='validation')
+    assert 1. in c.frame.ours.tolist() and 'best validation accuracy' in c.to_markdown() and c.provenance['at']=='validation'
+
+def test_wide():
+    c = R.comparison([run(s, acc=a) for s,a in enumerate([30., 31., 35.])], CELLS, KEYS)
+    t = c.wide('accuracy').to_markdown()
+    assert '| 5 | 4 | 35.06 | 32.00 [30.00, 35.00] | 3 | lower |' in t and '| 1 | 4 | 5.50 | – | 0 | not run |' in t
+    with pytest.raises(Refused, match='accuracy'): c.wide('acc')
+
+def test_pipes_and_breaks_stay_in_their_cell():
+    assert R.markdown(['a|b'], [['x\ny']]).splitlines()==[r'| a\|b |', '| --- |', '| x y |']
+
+# ---- pairs
+
+def test_paired_by_hand():
+    rs = [run(s, acc=a) for s,a in enumerate([10., 20., 30.])]+[run(s, acc=a, method='fedprox') for s,a in enumerate([9., 21., 28., 50.])]
+    p = R.paired(rs, dict(method='fedavg'), dict(method='fedprox'), 'accuracy')
+    assert p.differences=={0: 1., 1: -1., 2: 2.} and p.mean==pytest.approx(2/3) and (p.low, p.high)==(-1., 2.) and p.share==pytest.approx(2/3)
+    assert R.paired(rs, dict(method='fedavg'), dict(method='fedprox'), 'accuracy', better='lower').share==pytest.approx(1/3)
+    q = R.paired(rs, dict(method='fedprox'), dict(method='fedavg'), 'accuracy')
+    assert q.differences=={s: -d for s,d in p.differences.items()} and q.share==pytest.approx(1/3)
+
+def test_paired_refusals():
+    rs = [run(), run(1, method='fedprox'), run(1, 50)]
+    for a,b,word in [(dict(clases=5), {}, "'classes'"), (dict(classes=9), {}, 'No run has'), (dict(method='fedavg', classes=5), dict(method='fedprox'), 'share no seed'),
+                     (dict(seed=1), dict(seed=0), 'give those of one')]:
+        with pytest.raises(Refused, match=word): R.paired(rs, a, b, 'accuracy')
+    with pytest.raises(Refused, match='direction'): R.paired(rs, dict(classes=5, method='fedavg'), dict(classes=5, method='fedavg'), 'accuracy', better='up')
+
+def test_paired_diverged():
+    rs = [run(loss=None), run(method='fedprox')]
+    p = R.paired(rs, dict(method='fedavg'), dict(method='fedprox'), 'loss', better='lower')
+    assert math.isnan(p.mean) and p.low is None and p.share==0
+
+# ---- files
+
+def figure():
+    import matplotlib.pyplot as plt
+    with R.style():
+        f,ax = plt.subplots()
+        ax.fill_between([1,2,3], [1,2,3], [2,3,4], alpha=.3); ax.plot([1,2,3], clip_on=True, label='a'); ax.legend()
+    plt.close(f)
+    return f
+
+def test_outputs_have_the_same_bytes(tmp_path):
+    c = R.comparison([run()], CELLS, KEYS)
+    a,b = (R.save_outputs(tmp_path/d, c, figure(), dict(why='test')) for d in 'ab')
+    assert [f.name for f in a]==['table.md','table.html','numbers.csv','provenance.json','figure.svg','figure.png']
+    for x,y in zip(a, b): assert x.read_bytes()==y.read_bytes()
+    assert sorted(os.listdir(tmp_path/'a'))==sorted(f.name for f in a)
+    assert b'<dc:date>' not in a[4].read_bytes() and b'Software' not in a[5].read_bytes()
+    p = json.loads(a[3].read_text())
+    assert p['why']=='test' and p['runs']==['fedavg5-0'] and p['seeds']==[0] and p['at']=='last'
+    assert [f.name for f in R.save_outputs(tmp_path/'c', c)]==['table.md','table.html','numbers.csv','provenance.json']
+
+def test_style_leaves_no_trace():
+    import matplotlib as mpl
+    before,blue = dict(mpl.rcParams),mpl.colors.to_rgb('b')
+    with R.style(): assert mpl.rcParams['svg.hashsalt']=='fedbook' and dict(mpl.rcParams)!=before
+    assert dict(mpl.rcParams)==before and mpl.colors.to_rgb('b')==blue
+
+def test_import_is_light():
+    code = 'import fedbook.results, fedbook.papers, sys; print([m for m in ("pandas","scipy","matplotlib","seaborn") if m in sys.modules])'
+    assert subprocess.run([sys.executable, '-c', code], capture_output=True, text=True).stdout.strip()=='[]'

@@ -1,0 +1,212 @@
+"Identities of the round loop: exact ones are tested to the last bit."
+from dataclasses import dataclass, replace
+import multiprocessing
+import numpy as np, pytest, torch
+from torch import nn
+from fedbook.errors import Refused
+from fedbook.method import batches, Client, FedAvg, Local, method, METHODS, methods
+from fedbook.methods.fedprox import FedProx
+from fedbook.models import Net
+from fedbook.optim import AdamW, Cosine, SGD
+from fedbook.rounds import begin, client_view, FederatedData, Federation, gradient, n_bytes, one_round, Protocol, run, sample_clients
+from fedbook.streams import seeded
+from fedbook.tensors import flatten
+
+def mlp(bn=False, dropout=0.):
+    with seeded(0, 'test model'):
+        return nn.Sequential(nn.Linear(6, 8), *([nn.BatchNorm1d(8)] if bn else []), nn.ReLU(), *([nn.Dropout(dropout)] if dropout else []), nn.Linear(8, 3))
+
+def federation(m=FedAvg(), sizes=(7,12,20,5), rounds=3, per_round=3, seed=0, module=None, local=None, **protocol):
+    gen = torch.Generator().manual_seed(5)
+    n = sum(sizes)
+    x,y = torch.randn(n, 6, generator=gen),torch.randint(0, 3, (n,), generator=gen)
+    tx,ty = torch.randn(30, 6, generator=gen),torch.randint(0, 3, (30,), generator=gen)
+    ends = np.cumsum(sizes)
+    data = FederatedData(x, y, [np.arange(e-s, e) for e,s in zip(ends, sizes)], (tx,ty), test_clients=[np.arange(i, i+20) for i in range(len(sizes))])
+    return Federation(m, Net(module or mlp()), data, local or Local(2, 4, SGD(.1, .9, 1e-3)), Protocol(rounds, per_round, **protocol), seed)
+
+def same(a, b):
+    a,b = flatten(a),flatten(b)
+    return a.keys()==b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+
+def moved(fed): return not same(begin(fed)['server'], run(fed)[0]['server'])
+
+def test_prox_without_pull_is_fedavg_to_the_bit():
+    a,b = (run(federation(m, local=Local(2, 4, o))) for o in (SGD(.1, .9), ) for m in (FedAvg(), FedProx(mu=0.)))
+    assert same(a[0], b[0]) and a[1]==b[1]
+    assert not same(a[0]['server'], run(federation(FedProx(mu=1.), local=Local(2, 4, SGD(.1, .9))))[0]['server'])
+
+def test_prox_differs_by_the_analytic_amount():
+    "The first step is FedAvg's; the second differs by −ημ(w₁−w₀)"
+    def after(m, steps): return one_client(m, Local(steps, 100, SGD(.1)))['server']['w']
+    w0,w1,w2 = begin(federation())['server']['w'],after(FedAvg(), 1),after(FedAvg(), 2)
+    assert same(after(FedProx(mu=.7), 1), w1)
+    for k,v in after(FedProx(mu=.7), 2).items(): assert torch.allclose(v, w2[k]-.1*.7*(w1[k]-w0[k]), atol=1e-6)
+
+def one_client(m, local, rounds=1): return run(federation(m, sizes=(20,), rounds=rounds, per_round=1, local=local))[0]
+
+@pytest.mark.parametrize('local', [Local(2, 4, SGD(.1, .9, 1e-3)), Local(3, 8, AdamW(.01), Cosine(per='epoch', period=3)), Local(1, 100, SGD(.5), label_smoothing=.1)])
+def test_one_client_is_local_training(local):
+    "To the bit against the same steps by hand, and closely against torch.optim"
+    fed = federation(sizes=(20,), per_round=1, rounds=2, local=local)
+    w,module,f = fed.net.weights(),mlp(),local.optimiser
+    for r in range(2):
+        c,s = client_view(fed, begin(fed), 0, r),f.init(w)
+        module.load_state_dict(w)
+        make = torch.optim.AdamW if isinstance(f, AdamW) else lambda p, lr: torch.optim.SGD(p, lr, f.momentum)
+        opt = make(module.parameters(), lr=f.lr); [g.update(weight_decay=f.weight_decay) for g in opt.param_groups]
+        for batch,clock in batches(c):
+            def loss(z): return nn.functional.cross_entropy(z, batch['y'], label_smoothing=local.label_smoothing)
+            g,_ = gradient(lambda w: loss(c.logits(w, batch['x'])), w)
+            w,s = f.update(w, g, s, local.schedule(**clock))
+            opt.zero_grad(); loss(module(batch['x'])).backward()
+            for group in opt.param_groups: group['lr'] = f.lr*local.schedule(**clock)
+            opt.step()
+    assert same(run(fed)[0]['server']['w'], w)
+    for k,v in module.state_dict().items(): assert torch.allclose(v, w[k], atol=1e-5)
+
+def backwards(work, ids): return [work(i) for i in reversed(ids)][::-1]
+
+def call(i): return WORK(i)
+
+def workers(n):
+    def engine(work, ids):
+        global WORK
+        WORK = work
+        with multiprocessing.get_context('fork').Pool(n) as pool: return pool.map(call, ids)
+    return engine
+
+@pytest.mark.parametrize('engine', [backwards, workers(1), workers(3)], ids=['backwards','one worker','three workers'])
+@pytest.mark.parametrize('module', [mlp(), mlp(bn=True), mlp(dropout=.5)], ids=['plain','batchnorm','dropout'])
+def test_same_bytes_for_any_order_and_workers(engine, module):
+    (a,rows),(b,rows_b) = run(federation(module=module)),run(federation(module=module), engine=engine)
+    assert same(a, b) and rows==rows_b
+
+def test_another_seed_is_another_run():
+    assert not same(run(federation(seed=0))[0], run(federation(seed=1))[0])
+
+def test_global_random_state_neither_matters_nor_changes():
+    torch.manual_seed(3); before = torch.random.get_rng_state()
+    a = run(federation(module=mlp(dropout=.5)))[0]
+    assert torch.equal(before, torch.random.get_rng_state())
+    torch.manual_seed(4)
+    assert same(a, run(federation(module=mlp(dropout=.5)))[0])
+
+@dataclass(frozen=True)
+class Remembers(FedAvg):
+    "Counts a client's rounds in its memory and the server's in its state, to test that both survive"
+    def server(self, w): return dict(w=w, count=dict(n=torch.zeros(())))
+    def client(self, w): return dict(seen=dict(n=torch.zeros(())))
+    def finish(self, w, c): return dict(w=w), dict(seen=dict(n=c.memory['seen']['n']+1))
+    def merge(self, state, messages, weights): return dict(super().merge(state, messages, weights), count=dict(n=state['count']['n']+1))
+METHODS.pop('remembers')
+
+class Killed(Exception): pass
+
+@pytest.mark.parametrize('m', [FedAvg(), Remembers()])
+@pytest.mark.parametrize('buffers', ['average','local','drop'])
+def test_a_resumed_run_equals_an_unbroken_one(tmp_path, m, buffers):
+    fed = federation(m, rounds=5, module=mlp(bn=True), buffers=buffers)
+    whole = run(fed)
+    def killed_after_two(r):
+        if r==2: raise Killed
+    with pytest.raises(Killed): run(fed, tmp_path/'run.safetensors', on_round=killed_after_two)
+    done = []
+    again = run(fed, tmp_path/'run.safetensors', on_round=done.append)
+    assert done==[3,4,5] and same(whole[0], again[0]) and whole[1]==again[1]
+
+def test_a_broken_checkpoint_is_refused(tmp_path):
+    (tmp_path/'run.safetensors').write_bytes(b'torn')
+    with pytest.raises(Refused, match='run.safetensors'): run(federation(), tmp_path/'run.safetensors')
+
+def replies(fed):
+    seen = []
+    def engine(work, ids): seen.extend(work(i) for i in ids); return seen
+    state,_ = one_round(fed, begin(fed), 0, engine)
+    return state,seen
+
+def test_buffers_average():
+    fed = federation(module=mlp(bn=True), per_round=4)
+    state,rs = replies(fed)
+    sizes = torch.tensor([7.,12.,20.,5.])
+    means = torch.stack([r['buffers']['1.running_mean'] for r in rs])
+    assert torch.allclose(state['buffers']['1.running_mean'], (sizes[:,None]*means).sum(0)/sizes.sum(), atol=1e-6)
+    assert state['buffers']['1.num_batches_tracked'].dtype==torch.int64 and not state['client_buffers']
+
+def test_buffers_drop_and_local():
+    fed = federation(module=mlp(bn=True), per_round=4, buffers='drop')
+    assert same(replies(fed)[0]['buffers'], begin(fed)['buffers'])
+    fed = federation(module=mlp(bn=True), per_round=4, buffers='local')
+    state,rs = replies(fed)
+    assert same(state['buffers'], begin(fed)['buffers'])
+    for i,r in enumerate(rs): assert same(state['client_buffers'][str(i)], r['buffers']) and same(client_view(fed, state, i, 1).buffers, r['buffers'])
+
+def test_the_buffers_of_others_are_never_touched():
+    fed = federation(module=mlp(bn=True))
+    state = begin(fed); before = {k: v.clone() for k,v in state['buffers'].items()}
+    one_round(fed, state, 0)
+    assert same(state['buffers'], before)
+
+def test_weighting():
+    "Uniform is the plain mean of the clients, samples the mean by size"
+    for weighting,weights in (('samples',[7,12,20,5]),('uniform',[1,1,1,1])):
+        state,rs = replies(federation(per_round=4, weighting=weighting))
+        k,p = '0.weight',torch.tensor(weights)/sum(weights)
+        assert torch.allclose(state['server']['w'][k], sum(q*r['message']['w'][k] for q,r in zip(p, rs)), atol=1e-6)
+
+def test_a_client_drawn_twice_counts_twice():
+    fed = federation(per_round=9, replace=True)
+    ids,times = sample_clients(4, 9, 0, 0, True)
+    assert max(times) > 1 and sum(times)==9
+    state,rs = replies(fed)
+    weights = [t*[7,12,20,5][i] for i,t in zip(ids, times)]
+    assert torch.allclose(state['server']['w']['0.bias'], sum(q/sum(weights)*r['message']['w']['0.bias'] for q,r in zip(weights, rs)), atol=1e-6)
+
+def test_sampling_is_uniform_and_depends_on_the_round():
+    counts = np.zeros(20)
+    for r in range(400): counts[sample_clients(20, 5, 0, r)[0]] += 1
+    assert counts.min() > 60 and counts.max() < 140
+
+def test_rows():
+    fed = federation(rounds=4, evaluate_every=3)
+    state,rows = run(fed)
+    assert [r[0] for r in rows if r[2]=='accuracy']==[3,4]
+    x,y = fed.data.test
+    z = fed.net.logits(state['server']['w'], {}, x)
+    last = {r[2]: r[3] for r in rows if r[0]==4 and r[1] is None}
+    assert last['accuracy']==pytest.approx(100*(z.argmax(1)==y).float().mean().item())
+    assert last['loss']==pytest.approx(nn.functional.cross_entropy(z, y).item(), rel=1e-5)
+    assert last['bytes_up']==last['bytes_down']==3*4*sum(t.numel() for t in fed.net.weights().values())
+    personal,shared = ({r[1]: r[3] for r in rows if r[2]==m and r[0]==4} for m in ('personal_accuracy','client_accuracy'))
+    assert personal==shared and len(personal)==4, 'FedAvg has no personal model, so each client is scored on the global one'
+
+def test_test_images_never_reach_training():
+    "Every test and validation sample carries a mark that no batch may show"
+    fed = federation()
+    fed.data.test = (torch.full_like(fed.data.test[0], 77.),fed.data.test[1])
+    fed.data.validation = fed.data.test
+    seen = []
+    @dataclass(frozen=True)
+    class Spy(FedAvg):
+        def loss(self, w, batch, c): seen.append(batch['x']); return super().loss(w, batch, c)
+    METHODS.pop('spy')
+    run(replace(fed, method=Spy()))
+    assert len(seen) > 10 and not any((b==77).any() for b in seen)
+
+def test_batches_cover_every_sample_once_an_epoch():
+    fed = federation(local=Local(3, 4))
+    c = client_view(fed, begin(fed), 1, 0)
+    epochs = {}
+    for b,clock in batches(c): epochs.setdefault(clock['epoch'], []).append(b['x'])
+    xs = [torch.cat(v) for v in epochs.values()]
+    assert all(torch.equal(x.sort(0).values, c.x.sort(0).values) for x in xs) and not torch.equal(xs[0], xs[1])
+
+def test_every_registered_method_runs_and_is_deterministic():
+    for name in methods(): assert same(run(federation(method(name)))[0], run(federation(method(name)))[0]), name
+
+@pytest.mark.parametrize('bad', [lambda: method('fedporx'), lambda: method('fedprox', nu=1), lambda: method('fedprox', mu=-1), lambda: method('fedprox', mu=float('nan')),
+    lambda: Protocol(rounds=0), lambda: Protocol(buffers='averaged'), lambda: Protocol(weighting='size'), lambda: federation(per_round=5), lambda: Local(epochs=0),
+    lambda: federation(sizes=(5,0,5), per_round=2)])
+def test_refusals(bad):
+    with pytest.raises(Refused) as e: bad()
+    assert len(str(e.value).split('\n'))==1
