@@ -7,7 +7,7 @@ __all__ = ['COMPUTES', 'Setting', 'local', 'protocol', 'device', 'dataset', 'cla
            'network', 'split', 'federation', 'code_fingerprint', 'bare', 'Case', 'run_case', 'device_name',
            'local_steps', 'estimate', 'timed', 'run_cases', 'progress']
 
-# %% ../nbs/01_foundations/50_experiments.ipynb #9559eaa2
+# %% ../nbs/01_foundations/50_experiments.ipynb #fba47a65
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
@@ -18,11 +18,11 @@ import fedbook
 from . import data as datasets, partition as partitions
 from .errors import require
 from .features import cached_features, head_net
-from .files import fingerprint, writing
+from .files import fingerprint, locked, writing
 from .method import Local, method
 from .models import Net, build, weights_fingerprint
 from .optim import OPTIMISERS, SCHEDULES
-from .results import append, locked, read
+from .results import append, read
 from .rounds import begin, client_round, evaluate, FederatedData, Federation, Protocol, run
 from .settings import check_names, Checked, make, setting
 
@@ -216,7 +216,7 @@ def timed(
     f(); start = time.perf_counter(); f()
     return time.perf_counter()-start
 
-# %% ../nbs/01_foundations/50_experiments.ipynb #c4ac85ff
+# %% ../nbs/01_foundations/50_experiments.ipynb #63a72c01
 def run_cases(
     cases:list[Case], # The cells of a table
     seeds:list[int], # The seeds of each
@@ -226,7 +226,7 @@ def run_cases(
 ) -> list[dict]: # The records of all cases, in their order
     "Run what is not yet there; every finished run is kept at once"
     path = Path(folder)/'rows.jsonl'
-    with locked(path):
+    with locked(path, timeout=10):
         wanted = {c.fingerprint(s): (c, s) for s in seeds for c in cases}
         done = {r['fingerprint']: r for r in read(path)}
         todo = [v for k,v in wanted.items() if k not in done]

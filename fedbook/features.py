@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['FORMAT', 'extract', 'feature_file', 'cached_features', 'read_features', 'head_net']
 
-# %% ../nbs/01_foundations/20_features.ipynb #0a042d78
+# %% ../nbs/01_foundations/20_features.ipynb #70699392
 from collections.abc import Callable
 from copy import deepcopy
 from pathlib import Path
@@ -14,15 +14,15 @@ import torch
 from torch import nn, Tensor
 from . import tensors
 from .errors import Refused, require
-from .files import data_dir, fingerprint, writing
+from .files import data_dir, fingerprint, locked
 from .models import Classifier, Net, weights_fingerprint
 
-# %% ../nbs/01_foundations/20_features.ipynb #fbe030db
+# %% ../nbs/01_foundations/20_features.ipynb #a2c3d5e3
 def extract(
     x:Tensor, # Images, uint8 [n, c, h, w]
     module:nn.Module, # The body, images to features [b, d]; it is copied, and never changed
     prepare:Callable, # A batch of images to what `module` expects, without randomness
-    batch_size:int=256, # Images at once; limits memory, does not change the features
+    batch_size:int=256, # Images at once; changes the features by rounding only
     device:str='cpu', # Where to compute
 ) -> Tensor: # float32 [n, d] on the CPU
     "The features of all images, in evaluation mode, without gradients"
@@ -48,7 +48,7 @@ def feature_file(
     except TypeError as e: raise Refused(f'The key of cached features must hold JSON values only, but {e}.') from e
     return data_dir()/'features'/f'{parts}.safetensors'
 
-# %% ../nbs/01_foundations/20_features.ipynb #abe5fe96
+# %% ../nbs/01_foundations/20_features.ipynb #6e1d83bf
 def cached_features(
     x:Tensor, # Images, uint8 [n, c, h, w]
     module:nn.Module, # The body, images to features [b, d]
@@ -59,12 +59,12 @@ def cached_features(
 ) -> Tensor: # float32 [n, d] on the CPU
     "The features of all images, computed once and read from then on; raises `Refused` for a damaged file or a folder without permission"
     path = feature_file(x, module, key)
-    if path.exists(): return read_features(path, len(x))
-    with writing(path.with_suffix('.may-write')) as part: part.touch()
-    path.with_suffix('.may-write').unlink(missing_ok=True)
-    z = extract(x, module, prepare, batch_size, device)
-    tensors.save(dict(features=z), path, key=json.dumps(key), images=str(len(x)), dims=str(z.shape[1]))
-    return z
+    if not path.exists():
+        with locked(path, timeout=3600): # another process may be computing the same; and no work where its result could not be kept
+            if not path.exists():
+                z = extract(x, module, prepare, batch_size, device)
+                tensors.save(dict(features=z), path, key=json.dumps(key), images=str(len(x)), dims=str(z.shape[1]))
+    return read_features(path, len(x))
 
 # %% ../nbs/01_foundations/20_features.ipynb #f4ee83d4
 def read_features(

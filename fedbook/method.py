@@ -5,17 +5,16 @@
 # %% auto #0
 __all__ = ['METHODS', 'Local', 'Client', 'batches', 'FedAvg', 'methods', 'method']
 
-# %% ../nbs/01_foundations/30_method.ipynb #f3525763
+# %% ../nbs/01_foundations/30_method.ipynb #05a43c0d
 from dataclasses import dataclass, field
 import importlib, pkgutil
 import torch, torch.nn.functional as F
 from torch import Tensor
-from .errors import require
 from .models import Net
 from .optim import SGD, Schedule
 from .settings import Checked, make, setting
 from .streams import stream
-from .tensors import tmap, weighted_mean
+from .tensors import weighted_mean
 
 # %% ../nbs/01_foundations/30_method.ipynb #8f8d2c3a
 @dataclass(frozen=True)

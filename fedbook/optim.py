@@ -5,11 +5,11 @@
 # %% auto #0
 __all__ = ['OPTIMISERS', 'SCHEDULES', 'SGD', 'Adam', 'AdamW', 'Schedule', 'Cosine', 'Warmup', 'warmup_then']
 
-# %% ../nbs/01_foundations/14_optim.ipynb #efa642b7
+# %% ../nbs/01_foundations/14_optim.ipynb #6dd24781
 from dataclasses import dataclass, field
 import math, torch
 from torch import Tensor
-from .errors import choose
+from .errors import choose, Refused
 from .settings import Checked, make, setting
 from .tensors import tmap
 

@@ -4,17 +4,17 @@
 
 # %% auto #0
 __all__ = ['FIELDS', 'HEAD', 'ROUNDS', 'COLUMNS', 'plain', 'check', 'torn', 'last_line', 'open_locked', 'append', 'write_whole',
-           'read', 'locked', 'tidy', 'stand_ins', 'interval', 'tolerance', 'verdict', 'curve_of', 'value_of',
-           'markdown', 'html', 'Table', 'rounded', 'Comparison', 'provenance', 'notes_of', 'coordinate', 'grouped',
-           'check_runs', 'comparison', 'compare_cell', 'Paired', 'paired', 'select', 'style', 'save_outputs']
+           'read', 'tidy', 'stand_ins', 'interval', 'tolerance', 'verdict', 'curve_of', 'value_of', 'markdown', 'html',
+           'Table', 'rounded', 'Comparison', 'provenance', 'notes_of', 'coordinate', 'grouped', 'check_runs',
+           'comparison', 'compare_cell', 'Paired', 'paired', 'select', 'style', 'save_figure', 'save_outputs']
 
-# %% ../nbs/01_foundations/40_results.ipynb #7b88c652
+# %% ../nbs/01_foundations/40_results.ipynb #80b4acaf
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from html import escape
 from itertools import product
 from pathlib import Path
-import errno, json, math, os, time
+import errno, json, math, os
 import numpy as np
 from .errors import choose, nearest, Refused, require
 from .files import writing
@@ -55,9 +55,10 @@ def check(
     for k in record['cell']: require(k not in taken, f'The coordinate {k!r} of a cell has the name of a field; rename it.')
     for r in record['rows']: require(len(r)==4 and isinstance(r[2], str), f'A row is [round, client, metric, value], not {r!r}.')
 
-# %% ../nbs/01_foundations/40_results.ipynb #11a61e1f
+# %% ../nbs/01_foundations/40_results.ipynb #45d1730d
 HEAD = b'{"fingerprint": '
 
+# %% ../nbs/01_foundations/40_results.ipynb #c81a5713
 def torn(
     tail:bytes, # What follows the last line break
 ) -> bool: # `False` where `tail` is empty or a whole record
@@ -76,20 +77,18 @@ def last_line(
     start = text.rfind(b'\n')+1
     return start, text[start:]
 
-# %% ../nbs/01_foundations/40_results.ipynb #f2ad6777
+# %% ../nbs/01_foundations/40_results.ipynb #1f284585
 def open_locked(
     path:Path, # A file, made where there is none
     flags:int=0, # Further flags of `os.open`
-    wait:bool=True, # For another process that holds the lock? Else `BlockingIOError`
 ) -> int: # A descriptor; closing it frees the lock
-    "Open `path` and take its advisory lock; raises `Refused` where writing is not permitted"
+    "Open `path` and take its advisory lock, for the length of one `append`; raises `Refused` where writing is not permitted"
     import fcntl
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         f = os.open(path, os.O_RDWR|os.O_CREAT|flags, 0o644)
     except OSError as e: raise Refused(f'Cannot write {path}: {e.strerror}; give a file that you may write.') from e
-    try: fcntl.flock(f, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-    except BaseException: os.close(f); raise
+    fcntl.flock(f, fcntl.LOCK_EX)
     return f
 
 # %% ../nbs/01_foundations/40_results.ipynb #fb3d86d5
@@ -138,26 +137,6 @@ def read(
         try: record = json.loads(line); found[record['fingerprint']] = record
         except (ValueError, KeyError, TypeError): raise Refused(f'{path} line {i} is not a whole record; delete that line, or restore the file.') from None
     return list(found.values())
-
-# %% ../nbs/01_foundations/40_results.ipynb #ad14ea06
-@contextmanager
-def locked(
-    path:Path|str, # The file of records that is being filled; the lock is `path`.lock beside it
-    timeout:float=0., # Seconds to wait for another process
-):
-    "Hold the advisory lock of `path`; raises `Refused` with the holder's process id"
-    lock,until,f = Path(f'{path}.lock'),time.monotonic()+timeout,None
-    while f is None:
-        try: f = open_locked(lock, wait=False)
-        except BlockingIOError:
-            holder = lock.read_text() or 'unknown'
-            require(time.monotonic() < until, f'{path} is being filled by process {holder}; wait for it or end it.')
-            time.sleep(.05)
-    try:
-        os.ftruncate(f, 0)
-        os.pwrite(f, str(os.getpid()).encode(), 0)
-        yield
-    finally: os.close(f)
 
 # %% ../nbs/01_foundations/40_results.ipynb #08a923e9
 def tidy(
@@ -229,9 +208,10 @@ def curve_of(
     overall = {r: v for r,c,v in rows if c is None}
     return overall or {r: float(np.mean([v for q,_,v in rows if q == r])) for r,*_ in rows}
 
-# %% ../nbs/01_foundations/40_results.ipynb #615bd6a1
+# %% ../nbs/01_foundations/40_results.ipynb #038dadad
 ROUNDS = ['last', 'validation']
 
+# %% ../nbs/01_foundations/40_results.ipynb #1f8b4d15
 def value_of(
     record:dict, # A run
     metric:str, # Name of a metric
@@ -391,9 +371,10 @@ def comparison(
     about = provenance(records) | dict(at=at)
     return Comparison(pd.DataFrame(rows, columns=keys+COLUMNS), getattr(printed, 'title', ''), notes_of(about), about)
 
-# %% ../nbs/01_foundations/40_results.ipynb #24440b7c
+# %% ../nbs/01_foundations/40_results.ipynb #9d59a321
 COLUMNS = ['metric','printed','ours','n','low','high','difference','verdict']
 
+# %% ../nbs/01_foundations/40_results.ipynb #71d3e6aa
 def compare_cell(
     runs:dict, # Seed to run
     cell:dict, # The printed values
@@ -456,7 +437,20 @@ def style():
     with mpl.rc_context({**sns.axes_style('whitegrid'), **sns.plotting_context('notebook'), 'axes.prop_cycle': colours, 'svg.hashsalt': 'fedbook'}):
         yield
 
-# %% ../nbs/01_foundations/40_results.ipynb #ac26a4fe
+# %% ../nbs/01_foundations/40_results.ipynb #16be42f0
+def save_figure(
+    folder:Path|str, # Made where there is none
+    figure, # A matplotlib figure
+) -> list[Path]: # The files
+    "Write figure.svg and figure.png, without dates or versions"
+    import matplotlib as mpl
+    images = dict(svg=dict(Date=None, Creator=None), png=dict(Software=None))
+    for kind,metadata in images.items():
+        with writing(Path(folder)/f'figure.{kind}') as part, mpl.rc_context({'svg.hashsalt': 'fedbook'}):
+            figure.savefig(part, format=kind, metadata=metadata, bbox_inches='tight')
+    return [Path(folder)/f'figure.{kind}' for kind in images]
+
+# %% ../nbs/01_foundations/40_results.ipynb #524c1c6a
 def save_outputs(
     folder:Path|str, # Made where there is none
     comparison:Comparison, # The table
@@ -464,14 +458,8 @@ def save_outputs(
     provenance:dict=None, # Added to what the table knows of its runs
 ) -> list[Path]: # The files
     "Write table.md, table.html, numbers.csv, provenance.json and, with a figure, figure.svg and figure.png"
-    import matplotlib as mpl
-    about = plain({**comparison.provenance, **(provenance or {})})
-    texts = {'table.md': comparison.to_markdown(), 'table.html': comparison.to_html(), 'numbers.csv': comparison.frame.to_csv(index=False),
-             'provenance.json': json.dumps(about, indent=1, sort_keys=True)+'\n'}
+    about = json.dumps(plain({**comparison.provenance, **(provenance or {})}), indent=1, sort_keys=True)+'\n'
+    texts = {'table.md': comparison.to_markdown(), 'table.html': comparison.to_html(), 'numbers.csv': comparison.frame.to_csv(index=False), 'provenance.json': about}
     for name,text in texts.items():
         with writing(Path(folder)/name) as part: part.write_text(text, encoding='utf-8', newline='\n')
-    images = dict(svg=dict(Date=None, Creator=None), png=dict(Software=None)) if figure else {}
-    for kind,metadata in images.items():
-        with writing(Path(folder)/f'figure.{kind}') as part, mpl.rc_context({'svg.hashsalt': 'fedbook'}):
-            figure.savefig(part, format=kind, metadata=metadata, bbox_inches='tight')
-    return [Path(folder)/n for n in [*texts, *(f'figure.{k}' for k in images)]]
+    return [Path(folder)/n for n in texts] + (save_figure(folder, figure) if figure else [])

@@ -27,17 +27,18 @@ class Job:
     folder: Path # For everything it makes
     timeout: int # Longest time of one cell, seconds
 
-# %% ../nbs/01_foundations/60_runner.ipynb #b8a3c685
+# %% ../nbs/01_foundations/60_runner.ipynb #83d90153
 def plan(
     ids:list[str], # Tables and figures; empty for all
     profile:str, # smoke, laptop or paper
+    parameters:dict={}, # Instead of the manifest's
 ) -> list[Job]: # Checked
     "The jobs for some tables; raises `Refused` for anything that would not run as asked"
     jobs = []
     for e in map(experiment, ids or experiments()):
-        nb = root()/'nbs'/e.notebook
-        jobs.append(Job(e.id, profile, nb, e.parameters(profile), output_folder(e.id, profile), e.timeout))
-        check_parameters(nb, jobs[-1].parameters)
+        nb,given = root()/'nbs'/e.notebook,e.parameters(profile) | parameters
+        check_parameters(nb, given)
+        jobs.append(Job(e.id, profile, nb, given, output_folder(e.id, profile), e.timeout))
     return jobs
 
 # %% ../nbs/01_foundations/60_runner.ipynb #a14632b9
@@ -81,7 +82,7 @@ def run_job(
     with writing(job.folder/'run.json') as p: p.write_text(json.dumps(done, indent=1))
     return done
 
-# %% ../nbs/01_foundations/60_runner.ipynb #facf83ef
+# %% ../nbs/01_foundations/60_runner.ipynb #ecfd0af7
 def execute(
     job:Job, # What to make
     to:Path, # Where the executed notebook grows
@@ -92,7 +93,7 @@ def execute(
     from traitlets.config import Config
     logging.getLogger('papermill').setLevel(logging.ERROR)
     with tempfile.TemporaryDirectory(prefix='fb') as d:
-        papermill.execute_notebook(str(job.notebook), str(to), job.parameters, kernel_name='python3', cwd=str(job.notebook.parent),
+        papermill.execute_notebook(str(job.notebook), str(to), job.parameters, kernel_name='python3', language='python', cwd=str(job.notebook.parent),
             progress_bar=False, autosave_cell_every=30, execution_timeout=job.timeout,
             config=Config(KernelManager=dict(transport='ipc', ip=f'{d}/k')))
 
@@ -116,17 +117,18 @@ def worker():
         os._exit(1)
     threading.Thread(target=watch, daemon=True).start()
 
-# %% ../nbs/01_foundations/60_runner.ipynb #cc5069ba
+# %% ../nbs/01_foundations/60_runner.ipynb #fb03886d
 def reproduce(
     ids:list[str]=(), # Tables and figures; empty for all
     profile:str='smoke', # smoke, laptop or paper
     workers:int=2, # Notebooks at a time
     resume:bool=True, # Keep the runs that are finished?
+    parameters:dict={}, # Instead of the manifest's, for every table
     say=print, # Told one line per finished job
 ) -> list[dict]: # Per job: id, status, seconds, error
     "Make tables; raises `Refused` before any kernel starts if one of them would not run as asked"
     require(workers >= 1, f'-j must be at least 1, not {workers}.')
-    jobs,results = plan(ids, profile),[]
+    jobs,results = plan(ids, profile, parameters),[]
     for j in jobs:
         with writing(j.folder/'progress.json') as p: p.write_text(json.dumps(dict(done=0, total=1, left=0)))
         if not resume and (j.folder/'rows.jsonl').exists(): os.replace(j.folder/'rows.jsonl', j.folder/'rows.previous.jsonl')
@@ -151,7 +153,7 @@ def show_progress(
     bar.total,bar.n = sum(p['total'] for p in ps),sum(p['done'] for p in ps)
     bar.set_postfix_str(f'{sum(p["left"] for p in ps):.0f} s of computing left')
 
-# %% ../nbs/01_foundations/60_runner.ipynb #66c160a8
+# %% ../nbs/01_foundations/60_runner.ipynb #af6a7e51
 def state(
     id:str, # A table's id
     profile:str, # Which run of it
@@ -159,7 +161,8 @@ def state(
     "How far a table is"
     folder = output_folder(id, profile)
     if (folder/'run.json').exists() and (folder/'provenance.json').exists():
-        return dict(state='done', **{k: json.loads((folder/'provenance.json').read_text())[k] for k in ('seconds','device','code')})
+        about = json.loads((folder/'provenance.json').read_text())
+        return dict(state='done', seconds=about['seconds'], device=', '.join(about['device']))
     if (folder/'failed.ipynb').exists(): return dict(state='failed')
     return dict(state='stopped' if (folder/'rows.jsonl').exists() else 'not run')
 

@@ -10,13 +10,14 @@ from contextlib import contextmanager
 from hashlib import blake2b
 import numpy as np, torch
 
-# %% ../nbs/01_foundations/01_streams.ipynb #4893271f
+# %% ../nbs/01_foundations/01_streams.ipynb #efd1bbb8
 def key(
     seed:int, # The run's seed
     *where, # The draw's name, e.g. `'batches', round, client`
 ) -> int: # 63 bits
     "A number that depends on `seed` and `where` alone, the same on every machine"
-    return int.from_bytes(blake2b(repr((seed, *where)).encode(), digest_size=8).digest(), 'big') >> 1
+    name = repr(tuple(w.item() if hasattr(w, 'item') else w for w in (seed, *where)))
+    return int.from_bytes(blake2b(name.encode(), digest_size=8).digest(), 'big') >> 1
 
 # %% ../nbs/01_foundations/01_streams.ipynb #89ff5426
 def stream(

@@ -79,12 +79,12 @@ def save(
     from safetensors.torch import save_file
     with writing(path) as part: save_file({k: v.detach().contiguous().cpu().clone() for k,v in flatten(tree).items()}, part, notes or None)
 
-# %% ../nbs/01_foundations/03_tensors.ipynb #64ed4f8d
+# %% ../nbs/01_foundations/03_tensors.ipynb #713cb590
 def load(
     path:Path|str, # A .safetensors file
     device:str='cpu', # Where the tensors go
 ) -> tuple[dict, dict]: # The tree, and the notes of the header
-    "Read what `save` wrote"
+    "Read what `save` wrote, into memory of its own: a tensor mapped from a file dies with the file"
     from safetensors import safe_open
     with safe_open(path, 'pt', device=str(device)) as f:
-        return nest({k: f.get_tensor(k) for k in f.keys()}), f.metadata() or {}
+        return nest({k: f.get_tensor(k).clone() for k in f.keys()}), f.metadata() or {}

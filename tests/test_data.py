@@ -1,5 +1,5 @@
 "Data sets are what they claim to be, archives stay in their folder, and augmentation moves each image by itself"
-import gzip, hashlib, io, os, pickle, re, shutil, socket, stat, struct, sys, tarfile, zipfile
+import gzip, hashlib, http.client, io, os, pickle, shutil, socket, stat, struct, tarfile, zipfile
 from pathlib import Path
 import numpy as np, pytest, torch
 from hypothesis import given, settings, strategies as st
@@ -135,9 +135,11 @@ def test_pickles_are_never_read(folder):
 @pytest.mark.parametrize('save', [np.savez, np.savez_compressed])
 def test_damaged_files_are_one_sentence_and_stay(folder, save):
     path = put(folder, save=save)
+    npy = io.BytesIO()
+    np.save(npy, made_up('mnist')['train_x'])
     good,whole = path.read_bytes(),load('mnist').fingerprint
     rng = np.random.default_rng(1)
-    cases = [good[:n] for n in (0, 1, 100, len(good)//2, len(good)-1)] + [b'<html>', b'\x93NUMPY' + good]
+    cases = [good[:n] for n in (0, 1, 100, len(good)//2, len(good)-1)] + [b'<html>', b'\x93NUMPY' + good, npy.getvalue()]
     for i in rng.integers(len(good), size=400): cases.append(good[:i] + bytes([good[i] ^ (1 << int(rng.integers(8)))]) + good[i+1:])
     refused = 0
     for bad in cases:
@@ -152,7 +154,8 @@ def test_damaged_files_are_one_sentence_and_stay(folder, save):
 def test_a_folder_in_place_of_the_file(folder):
     (folder/'mnist.npz').mkdir(parents=True)
     with pytest.raises(Refused) as e: load('mnist')
-    one_sentence(e, folder/'mnist.npz')
+    one_sentence(e, folder/'mnist.npz', 'Is a directory')
+    assert 'delete' not in str(e.value)
 
 # Downloading
 
@@ -162,6 +165,16 @@ def test_unknown_and_missing(folder):
     with pytest.raises(Refused) as e: load('cifar100')
     one_sentence(e, folder/'cifar100.npz', 'fedbook data fetch cifar100', 'fashion_mnist_mini', 'train_x', 'FEDBOOK_OFFLINE')
     assert not folder.exists()
+
+def serve_files(monkeypatch):
+    "torchvision reads file:// addresses; its checksums stay"
+    from fedbook.compat import vision
+    def retrieve(url, to):
+        print('downloading')
+        assert socket.getdefaulttimeout() == 10
+        shutil.copyfile(url.removeprefix('file://'), to)
+    monkeypatch.setattr(vision().datasets.utils, '_urlretrieve', retrieve)
+    monkeypatch.delenv('FEDBOOK_OFFLINE')
 
 def serve_mnist(tmp_path, monkeypatch, spoil=False):
     "Official-looking MNIST files with made-up content, behind file:// addresses"
@@ -175,14 +188,14 @@ def serve_mnist(tmp_path, monkeypatch, spoil=False):
             (tmp_path/'site'/resources[-1][0]).write_bytes(raw + b'!'*spoil)
     monkeypatch.setattr(vision().datasets.MNIST, 'mirrors', [f'file://{tmp_path}/site/'])
     monkeypatch.setattr(vision().datasets.MNIST, 'resources', resources)
-    monkeypatch.delenv('FEDBOOK_OFFLINE')
+    serve_files(monkeypatch)
     return arrays
 
 def test_mnist_through_torchvision(folder, tmp_path, monkeypatch, capfd):
     arrays = serve_mnist(tmp_path, monkeypatch)
     d = load('mnist')
     assert all((getattr(d, k) == v).all() for k,v in arrays.items())
-    assert d.classes[:2] == ['0 - zero'[:1], '1'] and d.source == 'mnist.npz' and os.listdir(folder) == ['mnist.npz']
+    assert d.classes[:2] == ['0', '1'] and d.source == 'mnist.npz' and os.listdir(folder) == ['mnist.npz']
     shutil.rmtree(tmp_path/'site')
     assert load('mnist').fingerprint == d.fingerprint
     assert capfd.readouterr().out == '' and socket.getdefaulttimeout() is None
@@ -191,6 +204,13 @@ def test_wrong_checksum_is_refused(folder, tmp_path, monkeypatch):
     serve_mnist(tmp_path, monkeypatch, spoil=True)
     with pytest.raises(Refused) as e: load('mnist')
     one_sentence(e, folder/'mnist.npz', 'fedbook data fetch mnist', 'corrupted')
+    assert not folder.exists()
+
+def test_a_download_of_another_size_is_refused(folder, tmp_path, monkeypatch):
+    serve_mnist(tmp_path, monkeypatch)
+    monkeypatch.setitem(data.CATALOGUE, 'mnist', data.Known((4,4), 21, 10, 10, 'MNIST'))
+    with pytest.raises(Refused) as e: load('mnist')
+    one_sentence(e, 'The download', '(21, 4, 4)')
     assert not folder.exists()
 
 def test_cifar_through_torchvision(folder, tmp_path, monkeypatch):
@@ -209,12 +229,12 @@ def test_cifar_through_torchvision(folder, tmp_path, monkeypatch):
         meta = dict(C.meta, md5=entry(tar, C.meta['filename'], dict(label_names=list('abcdefghij'))))
     for k,v in dict(url=f'file://{tmp_path}/{C.filename}', tgz_md5=hashlib.md5((tmp_path/C.filename).read_bytes()).hexdigest(),
                     train_list=train, test_list=test, meta=meta).items(): monkeypatch.setattr(C, k, v)
-    monkeypatch.delenv('FEDBOOK_OFFLINE')
+    serve_files(monkeypatch)
     d = load('cifar10')
     assert d.classes == list('abcdefghij') and (d.test_x == arrays['test_x']).all()
     assert (d.train_x == np.concatenate([arrays['train_x'][i::5] for i in range(5)])).all() and d.train_y.dtype == np.int64
 
-@pytest.mark.parametrize('error', [OSError('timed out'), RuntimeError('Error downloading x:\nTried y, got:\nno route\n'), OSError()])
+@pytest.mark.parametrize('error', [OSError('timed out'), http.client.BadStatusLine('?'), RuntimeError('Error downloading x:\nTried y, got:\nno route\n'), OSError()])
 def test_no_network(folder, monkeypatch, error):
     seen = []
     def download(name): seen.append(name); raise error
@@ -286,6 +306,20 @@ def test_hard_links_and_devices_are_refused(tmp_path, kind):
     with pytest.raises(Refused): extract(pack(tmp_path/'a.tar', [('x', kind)]), tmp_path/'out')
     assert os.listdir(tmp_path) == ['a.tar']
 
+@pytest.mark.parametrize('how', [0, zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA, 'w:', 'w:gz', 'w:bz2', 'w:xz'])
+def test_flipped_bits_never_escape_as_another_exception(tmp_path, how):
+    a,rng = tmp_path/'a',np.random.default_rng(2)
+    if isinstance(how, int):
+        with zipfile.ZipFile(a, 'w', how) as z: z.writestr('d/x', b'ab'*50), z.writestr('y', b'c'*60)
+    else:
+        with tarfile.open(a, how) as t: t.add(data.__file__, 'd/x'), t.add(__file__, 'y')
+    good = a.read_bytes()
+    for i in [*range(min(60, len(good))), *rng.integers(len(good), size=60)]:
+        a.write_bytes(good[:i] + bytes([good[i] ^ (1 << int(rng.integers(8)))]) + good[i+1:])
+        try: shutil.rmtree(extract(a, tmp_path/'out'))
+        except Refused as e: assert str(a) in str(e) and not (tmp_path/'out').exists()
+        assert os.listdir(tmp_path) == ['a']
+
 @pytest.mark.parametrize('kind', KINDS)
 def test_damaged_archives_are_one_sentence(tmp_path, kind):
     a = pack(tmp_path/kind, [(f'f{i}', np.random.default_rng(i).bytes(3000)) for i in range(4)])
@@ -345,6 +379,8 @@ def test_split_by_number_and_its_key():
     assert len(val) == 100 and len(train) == 900
     others = [split_validation(1000, .1, 1)[1], split_validation(1000, .1, 0, 'client', 3)[1], split_validation(torch.zeros(1000), .1, 2)[1]]
     assert all(len(o) == 100 and (o != val).any() for o in others)
+    assert len({tuple(split_validation(20, .25, s)[1]) for s in range(100)}) > 90
+    assert {int(split_validation([0]*5+[1]*5, .1, s)[1][0]) // 5 for s in range(20)} == {0,1}
     counts = sum(np.isin(np.arange(20), split_validation(20, .25, s)[1]).astype(int) for s in range(400))
     assert counts.min() > 60 and counts.max() < 140 # each sample in a quarter of 400 draws
 
@@ -355,18 +391,21 @@ def test_share_is_checked(share):
 # Normalisation
 
 @pytest.mark.parametrize('name', list(STATISTICS))
-@pytest.mark.parametrize('size', [None, 9])
-def test_normaliser_equals_torchvision(name, size):
-    from fedbook.compat import vision
-    vision()
-    from torchvision.transforms import v2
-    mean,std = STATISTICS[name]
+def test_normaliser_is_its_formula(name):
+    mean,std = (np.array(v).reshape(-1,1,1) for v in STATISTICS[name])
     x = torch.randint(0, 256, (5, 3, 6, 6), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
-    theirs = v2.Compose([v2.Resize((size or 6,)*2, antialias=True), v2.ToDtype(torch.float32, scale=True), v2.Normalize(mean*(3//len(mean)), std*(3//len(std)))])
-    y = normaliser(name, size=size)(x)
-    assert y.dtype == torch.float32 and y.shape == (5,3,size or 6,size or 6)
-    torch.testing.assert_close(y, theirs(x), atol=2e-6, rtol=0)
-    torch.testing.assert_close(normaliser(list(mean), list(std), size)(x), y)
+    y = normaliser(name)(x)
+    assert y.dtype == torch.float32 and y.shape == x.shape
+    np.testing.assert_allclose(y, (x.numpy()/255-mean)/std, atol=2e-6)
+    torch.testing.assert_close(normaliser(*map(list, STATISTICS[name]))(x), y)
+
+def test_resizing_and_cropping():
+    "A grey image stays grey, sizes are as asked for, and a crop is the middle"
+    x = torch.full((2, 1, 6, 6), 51, dtype=torch.uint8)
+    assert torch.allclose(normaliser(size=9)(x), torch.full((2, 1, 9, 9), -.6))
+    x = torch.arange(36, dtype=torch.uint8).view(1, 1, 6, 6)
+    assert (normaliser(crop=2)(x) == normaliser()(x)[:,:,2:4,2:4]).all()
+    assert normaliser(size=8, crop=6, channels=3)(x).shape == (1, 3, 6, 6)
 
 def test_grey_becomes_colour():
     x = torch.arange(16, dtype=torch.uint8).view(1,1,4,4)
@@ -376,7 +415,7 @@ def test_grey_becomes_colour():
     assert normaliser('mnist', channels=3)(x).shape == (1,3,4,4)
 
 @pytest.mark.parametrize('bad', [dict(mean='cifar1000'), dict(mean='cifar10', std=.5), dict(mean=.5), dict(mean=[.5], std=[0]), dict(mean=[.5]*3, std=[.5]),
-    dict(mean=[.5]*2, std=[.5]*2), dict(channels=2), dict(size=0), dict(size=2.5), dict(mean=[.5], std=['a'])])
+    dict(mean=[.5]*2, std=[.5]*2), dict(channels=2), dict(size=0), dict(size=2.5), dict(crop=-1), dict(mean=[.5], std=['a'])])
 def test_bad_normalisers(bad):
     with pytest.raises(Refused) as e: normaliser(**bad)
     one_sentence(e)

@@ -324,3 +324,12 @@ def test_shares_and_counts_for_other_labels():
     p = P.partition('by hand', [np.array([0]), np.array([], int)], np.array([0,1]), seed=0)
     assert p.shares().tolist() == [[1,0],[0,0]] and p.counts([2,0]).tolist() == [[0,0,1],[0,0,0]] and p.dropped == .5
     with pytest.raises(Refused, match='2 samples'): p.counts([0])
+
+def test_smallest_alpha_is_one_hot():
+    for alpha in 5e-324, 1e-310, 1e-300:
+        x = P.softmax(P.log_dirichlet(stream(0), alpha, np.ones(5), 200))
+        assert (x.max(1) == 1).all() and len(set(x.argmax(1))) == 5
+
+def test_enough_keeps_the_draw_that_lacks_fewest():
+    draws = [np.array([[n],[1]]) for n in (0,4,2)]
+    assert P.enough(lambda i: draws[i], 5, 3) is draws[1]

@@ -37,8 +37,12 @@ def test_installed_versions_are_the_pins():
 def modules(): return sorted((ROOT/'fedbook').rglob('*.py'))
 
 def imports(path):
+    "Full names of what a module imports; nbdev writes imports of the package as relative ones"
+    package = ['fedbook', *path.relative_to(ROOT/'fedbook').parts[:-1]]
     for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ImportFrom): yield from ([node.module] if node.module!='fedbook' else [f'fedbook.{a.name}' for a in node.names])
+        if isinstance(node, ast.ImportFrom):
+            base = '.'.join([*package[:len(package)+1-node.level], *filter(None, [node.module])]) if node.level else node.module
+            yield from ([base] if base!='fedbook' else [f'fedbook.{a.name}' for a in node.names])
         elif isinstance(node, ast.Import): yield from (a.name for a in node.names)
 
 @pytest.mark.parametrize('path', modules(), ids=lambda p: p.relative_to(ROOT).as_posix())

@@ -1,0 +1,110 @@
+"The command line in a subprocess, as it is used."
+import json, os, shutil, signal, subprocess, sys, time
+from pathlib import Path
+import nbformat, pytest
+from nbformat.v4 import new_code_cell, new_notebook
+from fedbook.runner import Job, run_job
+
+ROOT = Path(__file__).resolve().parents[1]
+FEDBOOK = [str(Path(sys.executable).with_name('fedbook'))]
+
+def fedbook(*args, cwd=ROOT, **env):
+    return subprocess.run([*FEDBOOK, *args], capture_output=True, text=True, cwd=cwd, env={**os.environ, **{k: str(v) for k,v in env.items()}})
+
+def refused(p):
+    assert p.returncode==2, p.stdout+p.stderr
+    assert len(p.stderr.strip().splitlines())==1
+    return p.stderr
+
+@pytest.mark.parametrize('args,named', [(['reproduce','000-tabel7'], '000-table7'), (['reproduce','--profile','labtop'], 'laptop'), (['reproduce','-j','0'], '-j'),
+    (['reproduce','000-table7','-p','sedes=[0]'], 'seeds'), (['reproduce','000-table7','-p','data=mnist'], 'quotation'), (['show','000-table77'], '000-table7'),
+    (['show','000-table6'], 'has not been made'), (['data','fetch','cifar1O'], 'cifar10'), (['data','fetch','cifar100'], 'cifar100.npz')])
+def test_bad_input_is_one_sentence_and_nothing_is_written(args, named, tmp_path):
+    assert named in refused(fedbook(*args, FEDBOOK_FIGURES=tmp_path/'f'))
+    assert not (tmp_path/'f').exists()
+
+def test_nowhere_to_write(tmp_path):
+    (tmp_path/'file').write_text('')
+    assert 'file' in refused(fedbook('reproduce', '000-table6', FEDBOOK_FIGURES=tmp_path/'file'))
+
+def test_a_torn_cache_file(tmp_path):
+    (tmp_path/'cifar10.npz').write_bytes(b'PK\x03\x04 torn')
+    assert 'cifar10.npz' in refused(fedbook('data', 'fetch', 'cifar10', FEDBOOK_DATA=tmp_path))
+    assert (tmp_path/'cifar10.npz').exists()
+
+def test_outside_of_a_checkout_it_uses_its_own(tmp_path): assert fedbook('list', cwd=tmp_path).returncode==0
+
+@pytest.mark.parametrize('command,says', [('list','000-table7'), ('data','fashion_mnist_mini'), ('doctor','profile smoke   has its data')])
+def test_commands_that_tell(command, says):
+    p = fedbook(command)
+    assert p.returncode==0 and says in p.stdout and not p.stderr
+
+def checkout(to, change):
+    "A checkout with one changed notebook"
+    nb = Path('nbs/04_papers/000_ptalos/table06.ipynb')
+    (to/nb).parent.mkdir(parents=True); shutil.copy(ROOT/'settings.ini', to)
+    cells = json.loads((ROOT/nb).read_text()); change(cells); (to/nb).write_text(json.dumps(cells))
+    return to
+
+def lose_tag(nb):
+    for c in nb['cells']: c['metadata'].pop('tags', None)
+
+def rename_seeds(nb):
+    for c in nb['cells']: c['source'] = [l.replace('seeds:list', 'seed:list') for l in c['source']]
+
+@pytest.mark.parametrize('change,named', [(lose_tag, "tag 'parameters'"), (rename_seeds, "did you mean 'seed'")])
+def test_a_notebook_that_papermill_would_run_wrongly(tmp_path, change, named):
+    assert named in refused(fedbook('reproduce', '000-table6', cwd=checkout(tmp_path, change), FEDBOOK_FIGURES=tmp_path/'f'))
+    assert not (tmp_path/'f').exists()
+
+@pytest.mark.parametrize('code,why', [('1/0', 'ZeroDivisionError: division by zero'), ('import os; os._exit(3)', 'the kernel died'), ('import time; time.sleep(60)', 'longer than its timeout')])
+def test_what_fails_is_never_done(tmp_path, code, why):
+    parameters = new_code_cell('x = 1'); parameters.metadata['tags'] = ['parameters']
+    nbformat.write(new_notebook(cells=[parameters, new_code_cell(code)]), tmp_path/'a.ipynb')
+    result = run_job(Job('a', 'smoke', tmp_path/'a.ipynb', dict(x=2), tmp_path/'out', 3))
+    assert result['status']=='FAILED' and why in result['error']
+    assert sorted(p.name for p in (tmp_path/'out').iterdir())==['failed.ipynb']
+
+def numbers(folder):
+    "The rows without what may differ between two runs"
+    return {r['fingerprint']: (r['seed'], r['cell'], r['rows']) for r in map(json.loads, (folder/'rows.jsonl').read_text().splitlines())}
+
+@pytest.fixture(scope='module')
+def whole(tmp_path_factory):
+    "Table 6 made without interruption"
+    to = tmp_path_factory.mktemp('whole')
+    p = fedbook('reproduce', '000-table6', FEDBOOK_FIGURES=to)
+    assert p.returncode==0, p.stdout+p.stderr
+    return to, p.stdout
+
+def test_a_table_through_papermill(whole):
+    to,said = whole
+    made = {p.name for p in (to/'000/table6/smoke').iterdir()}
+    assert {'table.md','table.html','figure.svg','figure.png','rows.jsonl','provenance.json','notebook.ipynb','run.json'} <= made and 'failed.ipynb' not in made
+    table = (to/'000/table6/smoke/table.md').read_text()
+    assert '68.65' in table and 'Stand-ins: data: Fashion-MNIST' in table and 'Profile smoke' in table
+    assert 'index.html' in said and 'figure.svg' in (to/'index.html').read_text()
+    assert 'smoke   done' in fedbook('list', FEDBOOK_FIGURES=to).stdout
+    assert fedbook('show', '000-table6', FEDBOOK_FIGURES=to).stdout.startswith(table)
+
+def test_a_second_run_computes_nothing(whole):
+    rows = whole[0]/'000/table6/smoke/rows.jsonl'
+    before = rows.read_bytes()
+    assert fedbook('reproduce', '000-table6', FEDBOOK_FIGURES=whole[0]).returncode==0
+    assert rows.read_bytes()==before
+
+def test_killed_in_the_middle_and_run_again(whole, tmp_path):
+    "kill -9: finished cells are not computed again, and the result is the same"
+    folder = tmp_path/'000/table6/smoke'
+    env = {**os.environ, 'FEDBOOK_FIGURES': str(tmp_path)}
+    p = subprocess.Popen([*FEDBOOK, 'reproduce', '000-table6'], cwd=ROOT, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    def finished(): return (folder/'rows.jsonl').read_text().splitlines() if (folder/'rows.jsonl').exists() else []
+    while len(finished()) < 2 and p.poll() is None: time.sleep(.05)
+    p.send_signal(signal.SIGKILL); p.wait()
+    time.sleep(3)
+    kept = finished()
+    assert 2 <= len(kept) < 6 and not (folder/'run.json').exists(), 'its kernel ends with it, and the table is not done'
+    assert 'stopped' in fedbook('list', FEDBOOK_FIGURES=tmp_path).stdout
+    assert fedbook('reproduce', '000-table6', FEDBOOK_FIGURES=tmp_path).returncode==0
+    assert finished()[:len(kept)]==kept and len(finished())==6
+    assert numbers(folder)==numbers(whole[0]/'000/table6/smoke')
