@@ -80,12 +80,12 @@ def classifier(data:str, model:str, seed:int, device:str): # A `fedbook.models.C
     channels,size = (1 if d.train_x.ndim==3 else 3),d.train_x.shape[1]
     return build(**{**dict(n_classes=d.n_classes, in_channels=channels, image_size=size, seed=seed), **m}).to(device)
 
-# %% ../nbs/01_foundations/50_experiments.ipynb #9c0299ab
+# %% ../nbs/01_foundations/50_experiments.ipynb #bb4c8190
 def preparation(
     s:Setting, # The experiment
 ): # From uint8 images to network input
     "The normalisation of a setting"
-    return datasets.normaliser(**(s.input or dict(mean=s.data.removesuffix('_mini'))))
+    return make(dict(normaliser=datasets.normaliser), 'input', 'normaliser', **(s.input or dict(mean=s.data.removesuffix('_mini'))))
 
 # %% ../nbs/01_foundations/50_experiments.ipynb #00d58d93
 @lru_cache(maxsize=2)

@@ -17,21 +17,22 @@ from .errors import Refused, require
 from .files import data_dir, fingerprint, locked
 from .models import Classifier, Net, weights_fingerprint
 
-# %% ../nbs/01_foundations/20_features.ipynb #a2c3d5e3
+# %% ../nbs/01_foundations/20_features.ipynb #92266b52
 def extract(
     x:Tensor, # Images, uint8 [n, c, h, w]
     module:nn.Module, # The body, images to features [b, d]; it is copied, and never changed
     prepare:Callable, # A batch of images to what `module` expects, without randomness
-    batch_size:int=256, # Images at once; changes the features by rounding only
+    batch_size:int=None, # Images at once, `None`: 32 on a CPU, 512 on a GPU; changes the features by rounding only
     device:str='cpu', # Where to compute
 ) -> Tensor: # float32 [n, d] on the CPU
     "The features of all images, in evaluation mode, without gradients"
     from tqdm.auto import tqdm
     require(x.dtype == torch.uint8 and len(x) > 0, f'Features are computed from uint8 images, at least one, not from {len(x)} of {x.dtype}.')
+    if batch_size is None: batch_size = 32 if device=='cpu' else 512
     require(batch_size > 0, f'batch_size must be at least 1, not {batch_size}.')
-    body,batches = deepcopy(module).to(device).eval(),x.split(batch_size)
+    body,batches = deepcopy(module).to(device, memory_format=torch.channels_last).eval(),x.split(batch_size)
     bar = tqdm(batches, desc='features', unit='batch') if len(batches) > 1 else batches
-    with torch.inference_mode(): z = torch.cat([body(prepare(b.to(device))).float().cpu() for b in bar])
+    with torch.inference_mode(): z = torch.cat([body(prepare(b.to(device)).contiguous(memory_format=torch.channels_last)).float().cpu() for b in bar])
     return z.clone() # a tensor made in inference mode could not be trained on
 
 # %% ../nbs/01_foundations/20_features.ipynb #39b94159
@@ -48,13 +49,13 @@ def feature_file(
     except TypeError as e: raise Refused(f'The key of cached features must hold JSON values only, but {e}.') from e
     return data_dir()/'features'/f'{parts}.safetensors'
 
-# %% ../nbs/01_foundations/20_features.ipynb #6e1d83bf
+# %% ../nbs/01_foundations/20_features.ipynb #360c61fc
 def cached_features(
     x:Tensor, # Images, uint8 [n, c, h, w]
     module:nn.Module, # The body, images to features [b, d]
     prepare:Callable, # A batch of images to what `module` expects, without randomness
     key:dict, # What `prepare` and `module` depend on besides images and weights, as JSON, e.g. `dict(prepare='imagenet', model='vit')`
-    batch_size:int=256, # Images at once
+    batch_size:int=None, # Images at once, as in `extract`
     device:str='cpu', # Where to compute
 ) -> Tensor: # float32 [n, d] on the CPU
     "The features of all images, computed once and read from then on; raises `Refused` for a damaged file or a folder without permission"

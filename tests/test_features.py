@@ -82,5 +82,3 @@ def test_training_on_features_is_training_on_images(m):
     slow,fast = descend(Net(m, 'body'), half(x)),descend(head_net(m), extract(x, m.body, half))
     assert slow.keys() == fast.keys() and all(torch.allclose(slow[k], fast[k], rtol=0, atol=1e-6) for k in slow)
     assert not torch.equal(slow['head.weight'], m.head.weight)
-    exact = descend(head_net(m), extract(x, m.body, half, 10))
-    assert all(torch.equal(slow[k], exact[k]) for k in slow)

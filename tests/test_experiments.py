@@ -1,0 +1,108 @@
+"From settings to rows: what a run sees, what it costs, and that a finished one is never run again."
+from dataclasses import dataclass, replace
+import json
+import numpy as np, pytest, torch
+from fedbook import experiments as E
+from fedbook.data import Dataset
+from fedbook.errors import Refused
+from fedbook.experiments import Case, federation, run_cases, Setting
+from fedbook.method import FedAvg, METHODS
+from fedbook.models import Net
+from fedbook.results import read
+from fedbook.rounds import begin, FederatedData, run
+from fedbook.streams import stream
+
+SMALL = dict(data='fashion_mnist_mini', partition=dict(name='dirichlet', n_clients=10, alpha=.5), protocol=dict(rounds=2, per_round=3))
+ABOUT = dict(paper='000', table='a table', profile='smoke', stand_in={})
+
+def marked(n_train=300, n_test=80, size=8):
+    "A data set in which every image shows its own number in its first two pixels, test images from 10,000 on"
+    def images(first, n):
+        x = stream(0, 'images', first).integers(0, 255, (n, size, size)).astype(np.uint8)
+        ids = np.arange(first, first+n)
+        x[:,0,0],x[:,0,1] = ids//256,ids%256
+        return x, (ids%4).astype(np.int64)
+    return Dataset('marked', *images(0, n_train), *images(10_000, n_test))
+
+def ids_of(x): return set((x[:,0,0,0].long()*256 + x[:,0,0,1].long()).tolist())
+
+@pytest.mark.parametrize('scheme', [dict(name='iid', n_clients=6), dict(name='dirichlet', n_clients=6, alpha=.3), dict(name='shards_with_replacement', n_clients=6, classes=3),
+    dict(name='classes_per_client', n_clients=6, classes=2), dict(name='quantity_skew', n_clients=6, alpha=1.)])
+def test_no_test_or_validation_image_ever_reaches_training(monkeypatch, scheme):
+    monkeypatch.setattr(E, 'dataset', lambda name, d=marked(): d)
+    monkeypatch.setattr(E, 'preparation', lambda s: lambda x: x.float()/255)
+    E.classifier.cache_clear()
+    fed = federation(Setting('marked', partition=scheme, protocol=dict(rounds=4, per_round=6), local=dict(batch_size=16)), seed=3)
+    seen = set()
+    @dataclass(frozen=True)
+    class Watched(FedAvg):
+        def loss(self, w, batch, c): seen.update(ids_of((batch['x']*255).round())); return super().loss(w, batch, c)
+    METHODS.pop('watched')
+    run(replace(fed, method=Watched()))
+    test,val = ids_of(fed.data.test[0]),ids_of(fed.data.validation[0])
+    assert len(seen) > 50 and len(test)==80 and len(val)==30
+    assert max(seen) < 300 and min(test) >= 10_000 and max(val) < 300 and not seen & val
+    E.classifier.cache_clear()
+
+@pytest.mark.parametrize('model', [dict(name='softmax'), dict(name='cnn_fedcspack_fmnist'), dict(name='vit_tiny32', patch=7, dim=16, depth=1, heads=2)])
+def test_cached_features_are_the_uncached_path(model):
+    "A frozen body: head training on the cache gives what passing the images through at every step gives"
+    s = Setting(**SMALL, model=model, frozen=True, local=dict(epochs=2, optimiser=dict(name='sgd', lr=.1, momentum=.9)))
+    cached = federation(s, seed=1)
+    m = E.classifier(s.data, json.dumps(model, sort_keys=True), 1, 'cpu')
+    m.body.load_state_dict(E.classifier(s.data, json.dumps(model, sort_keys=True), 0, 'cpu').body.state_dict())
+    E.classifier.cache_clear()
+    d = E.dataset(s.data)
+    x,tx = d.images('train'),d.images('test')
+    data = FederatedData(x, cached.data.y, cached.data.clients, (tx,cached.data.test[1]), (x[E.split(d, s.validation, 1)[1]],cached.data.validation[1]), prepare=E.preparation(s))
+    (a,rows),(b,rows_b) = run(cached),run(replace(cached, net=Net(m, frozen='body'), data=data))
+    assert a['server']['w'].keys()==b['server']['w'].keys()=={'head.weight','head.bias'}
+    for k in a['server']['w']: torch.testing.assert_close(a['server']['w'][k], b['server']['w'][k], atol=1e-5, rtol=1e-5)
+    assert rows[-1][3]==pytest.approx(rows_b[-1][3], abs=1e-4)
+
+def test_a_seed_decides_validation_partition_and_weights():
+    a,b,c = (federation(Setting(**SMALL), seed=s) for s in (0, 0, 1))
+    assert all((x==y).all() for x,y in zip(a.data.clients, b.data.clients)) and len(a.data.clients[0])!=len(c.data.clients[0])
+    assert torch.equal(begin(a)['server']['w']['head.weight'], begin(b)['server']['w']['head.weight'])
+    assert not torch.equal(begin(a)['server']['w']['head.weight'], begin(c)['server']['w']['head.weight'])
+
+def test_finished_runs_are_kept(tmp_path, monkeypatch):
+    cases = [Case(dict(alpha=a), Setting(**SMALL | dict(partition=dict(name='dirichlet', n_clients=10, alpha=a)))) for a in (.1, 1.)]
+    first = run_cases(cases[:1], [0, 1], tmp_path, **ABOUT)
+    before = (tmp_path/'rows.jsonl').read_bytes()
+    ran = []
+    monkeypatch.setattr(E, 'run_case', lambda case, seed, *a, f=E.run_case, **k: ran.append((case.cell['alpha'], seed)) or f(case, seed, *a, **k))
+    both = run_cases(cases, [0, 1], tmp_path, **ABOUT)
+    assert ran==[(1., 0), (1., 1)] and (tmp_path/'rows.jsonl').read_bytes().startswith(before)
+    assert [(r['cell']['alpha'], r['seed']) for r in both]==[(.1, 0), (1., 0), (.1, 1), (1., 1)] and both[0]==first[0]
+    assert json.loads((tmp_path/'progress.json').read_text())==dict(done=4, total=4, left=0.)
+
+def test_a_changed_formula_is_another_run():
+    source = 'def f(x):\n    "Twice"\n    return 2*x # a comment'
+    assert E.bare(source)==E.bare(source.replace('Twice', 'Two times').replace('# a comment', ''))!=E.bare(source.replace('2*x', '3*x'))
+
+def test_fingerprints():
+    s = Setting(**SMALL)
+    case = Case({}, s)
+    assert case.fingerprint(0)==Case({'x': 1}, replace(s)).fingerprint(0)!=case.fingerprint(1)
+    assert case.fingerprint(0)!=Case({}, replace(s, method=dict(name='fedprox', mu=.1))).fingerprint(0)
+
+def test_steps_are_counted_exactly():
+    "What the estimate multiplies is what is done, when every client takes part"
+    s = Setting(**SMALL | dict(protocol=dict(rounds=2, per_round=10)), local=dict(epochs=3, batch_size=7))
+    steps = []
+    @dataclass(frozen=True)
+    class Counted(FedAvg):
+        def step(self, g, w, c): steps.append(1); return g
+    METHODS.pop('counted')
+    fed = replace(federation(s), method=Counted())
+    run(fed)
+    assert len(steps)==E.local_steps(fed)
+
+@pytest.mark.parametrize('bad', [dict(data='fashion_mini'), dict(model=dict(name='sofmax')), dict(partition=dict(name='dirichlet', n_clients=10, alpha=0)),
+    dict(partition=dict(name='dirichlet', n_clients=10, alfa=1)), dict(partition=dict(name='iid', n_clients=10**6)), dict(method=dict(name='fedprox', mu=-1)),
+    dict(local=dict(epoch=1)), dict(local=dict(schedule=dict(name='cosine', period=0))), dict(protocol=dict(round=3)), dict(protocol=dict(per_round=11)), dict(input=dict(sise=3))])
+def test_refusals_come_before_any_work(bad, monkeypatch, tmp_path):
+    monkeypatch.setattr(E, 'run', lambda *a, **k: pytest.fail('work was begun'))
+    with pytest.raises(Refused) as e: run_cases([Case({}, Setting(**SMALL)), Case({}, Setting(**SMALL | bad))], [0], tmp_path, **ABOUT)
+    assert len(str(e.value).splitlines())==1 and not (tmp_path/'rows.jsonl').exists()
