@@ -2,15 +2,21 @@
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
+TMP    := $(abspath $(VENV))/tmp
 
 .PHONY: book test env readme
 
 book: env
 	$(BIN)/fedbook reproduce --profile smoke
 
+test: export PATH := $(abspath $(BIN)):$(PATH)
+test: export FEDBOOK_FIGURES = $(TMP)/figures
+test: export FEDBOOK_DATA = $(TMP)/data
+test: export TQDM_DISABLE = 1
+test: export OMP_NUM_THREADS = 1
 test: env
-	cd nbs && PATH="$(abspath $(BIN)):$$PATH" TQDM_DISABLE=1 OMP_NUM_THREADS=1 nbdev_test --n_workers 2
-	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m pytest
+	nbdev_test --n_workers 2
+	env -u FEDBOOK_FIGURES python -m pytest
 
 readme: env
 	$(BIN)/python tests/readme.py

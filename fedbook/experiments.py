@@ -26,7 +26,7 @@ from .results import append, read
 from .rounds import begin, client_round, evaluate, FederatedData, Federation, Protocol, run
 from .settings import check_names, Checked, make, setting
 
-# %% ../nbs/01_foundations/50_experiments.ipynb #c82f3192
+# %% ../nbs/01_foundations/50_experiments.ipynb #e9cd9ce6
 @dataclass(frozen=True)
 class Setting(Checked):
     "One experiment but for its seed; raises `Refused` for anything unknown"
@@ -39,6 +39,7 @@ class Setting(Checked):
     local: dict = field(default_factory=dict) # Settings of `Local`; `optimiser` and `schedule` are dicts with a name
     protocol: dict = field(default_factory=dict) # Settings of `Protocol`
     validation: float = setting(.1, 'share of the training data kept as validation part', low=0, high=.9)
+    personal: bool = False # Score each client's model on test images in its class shares, too?
 
     def __post_init__(self):
         super().__post_init__()
@@ -114,7 +115,7 @@ def split(d, share:float, seed:int): # Two index arrays
     labels = d.labels('train').numpy()
     return datasets.split_validation(labels, share, seed) if share else (torch.arange(len(labels)).numpy(), [])
 
-# %% ../nbs/01_foundations/50_experiments.ipynb #cd7372ae
+# %% ../nbs/01_foundations/50_experiments.ipynb #f28d63a6
 def federation(
     s:Setting, # The experiment
     seed:int=0, # Decides the validation part, the partition, fresh weights and all training
@@ -125,8 +126,9 @@ def federation(
     y,ty = d.labels('train').to(device),d.labels('test').to(device)
     train,val = split(d, s.validation, seed)
     parts = partitions.make(s.partition['name'], d.labels('train').numpy()[train], seed=seed, **{k: v for k,v in s.partition.items() if k!='name'})
-    return Federation(method(**s.method), net, FederatedData(x, y, [train[c] for c in parts.clients], (tx,ty),
-        (x[val],y[val]) if len(val) else None, prepare=prepare), local(**s.local), protocol(**s.protocol), seed)
+    own = partitions.matched_test(parts, ty.cpu().numpy(), seed=seed) if s.personal else None
+    data = FederatedData(x, y, [train[c] for c in parts.clients], (tx,ty), (x[val],y[val]) if len(val) else None, own, prepare)
+    return Federation(method(**s.method), net, data, local(**s.local), protocol(**s.protocol), seed)
 
 # %% ../nbs/01_foundations/50_experiments.ipynb #4642afbd
 COMPUTES = ('streams','tensors','settings','data','partition','models','optim','features','method','rounds','methods/*')
@@ -161,16 +163,17 @@ class Case:
         "What a finished run is recognised by"
         return fingerprint(self.setting.settings(), seed, dataset(self.setting.data).fingerprint, code_fingerprint())
 
-# %% ../nbs/01_foundations/50_experiments.ipynb #8939d037
+# %% ../nbs/01_foundations/50_experiments.ipynb #dbe881af
 def run_case(
     case:Case, # The cell
     seed:int, # The seed
     device:str='cpu', # Where to compute
+    checkpoint:Path=None, # Kept up to date after each round, and taken up again
     **about, # The record's paper, table, profile and stand_in
-) -> dict: # A record for `fedbook.results`
+) -> dict: # A record for `fedbook.results`; its `seconds` are those since the run was last taken up
     "Run one cell with one seed"
     start,s = time.time(),case.setting
-    _,rows = run(federation(s, seed, device))
+    _,rows = run(federation(s, seed, device), checkpoint)
     total = {k: sum(r[3] for r in rows if r[2]==k) for k in ('bytes_up','bytes_down')}
     return dict(fingerprint=case.fingerprint(seed), setting=s.settings(), seed=seed, cell=case.cell, method=s.method['name'], variant=case.variant,
         rows=rows, **total, seconds=round(time.time()-start, 3), device=device_name(device), data=s.data, model=s.model['name'],
@@ -216,7 +219,7 @@ def timed(
     f(); start = time.perf_counter(); f()
     return time.perf_counter()-start
 
-# %% ../nbs/01_foundations/50_experiments.ipynb #63a72c01
+# %% ../nbs/01_foundations/50_experiments.ipynb #b8f0466b
 def run_cases(
     cases:list[Case], # The cells of a table
     seeds:list[int], # The seeds of each
@@ -224,7 +227,7 @@ def run_cases(
     device:str='cpu', # Where to compute
     **about, # The records' paper, table, profile and stand_in
 ) -> list[dict]: # The records of all cases, in their order
-    "Run what is not yet there; every finished run is kept at once"
+    "Run what is not yet there; every finished run is kept at once, and of an unfinished one every round"
     path = Path(folder)/'rows.jsonl'
     with locked(path, timeout=10):
         wanted = {c.fingerprint(s): (c, s) for s in seeds for c in cases}
@@ -233,10 +236,12 @@ def run_cases(
         start,expected = time.time(),estimate(todo, device)
         progress(folder, len(wanted)-len(todo), len(wanted), expected)
         for n,(case,seed) in enumerate(tqdm(todo, desc=f'about {expected:.0f} s', disable=None), 1):
-            record = run_case(case, seed, device, **about)
+            part = Path(folder)/f'.{case.fingerprint(seed)}.part'
+            record = run_case(case, seed, device, part, **about)
             append(path, record); done[record['fingerprint']] = record
+            part.unlink(missing_ok=True)
             progress(folder, len(wanted)-len(todo)+n, len(wanted), (time.time()-start)/n*(len(todo)-n))
-    return [done[k] for k in wanted]
+    return [{**done[k], **about} for k in wanted]
 
 # %% ../nbs/01_foundations/50_experiments.ipynb #cbe9ba27
 def progress(

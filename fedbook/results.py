@@ -20,7 +20,7 @@ from .errors import choose, nearest, Refused, require
 from .files import writing
 from .streams import stream
 
-# %% ../nbs/01_foundations/40_results.ipynb #604fbe82
+# %% ../nbs/01_foundations/40_results.ipynb #f57a1d1f
 FIELDS = dict(
     fingerprint='hash of everything the run depends on, its seed included',
     setting='the settings, as JSON',
@@ -31,7 +31,7 @@ FIELDS = dict(
     rows='[round, client or null, metric, value]; accuracies in percent; null: a value that was not finite',
     bytes_up='bytes sent by all clients together', bytes_down='bytes sent by the server',
     seconds='wall-clock time', device='where it ran, in words', data='data set', model='network',
-    stand_in='what replaced the paper\'s choice, in words, e.g. {"data": "...", "model": null}',
+    stand_in='what replaced the paper\'s choice, in words, e.g. {"data": "...", "model": null}; an empty "scale" says that the printed scale is run',
     code='identifies the source code', version='of fedbook', when='time of the end, ISO 8601')
 
 # %% ../nbs/01_foundations/40_results.ipynb #c5944087
@@ -151,13 +151,13 @@ def tidy(
     frame = pd.DataFrame([row(r, v) for r in records for v in r['rows']], columns=[*front, *back, *rest])
     return frame.astype(dict(client='Int64', value=float))
 
-# %% ../nbs/01_foundations/40_results.ipynb #9e930fb4
+# %% ../nbs/01_foundations/40_results.ipynb #70ee09ff
 def stand_ins(
     record:dict, # A run
 ) -> list[str]: # Empty where the run has the paper's data, model and scale
     "What differs from the paper's set-up, in words"
     words = [f'{k}: {text}' for k,text in record['stand_in'].items() if text]
-    if record['profile'] != 'paper' and not record['stand_in'].get('scale'): words.append(f'scale: reduced, profile {record["profile"]}')
+    if record['profile'] != 'paper' and 'scale' not in record['stand_in']: words.append(f'scale: reduced, profile {record["profile"]}')
     return words
 
 # %% ../nbs/01_foundations/40_results.ipynb #fc1f0e8c

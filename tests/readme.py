@@ -1,6 +1,8 @@
 "README.md is the front page notebook as Markdown: `python tests/readme.py` writes it, a test compares."
-import json, re
+import re
 from pathlib import Path
+import nbformat
+from nbclient import NotebookClient
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -16,12 +18,15 @@ def markdown(nb:dict) -> str:
     for c in nb['cells']:
         source = ''.join(c['source'])
         if re.search(r'^#\| *hide', source, re.M): continue
-        code = re.sub(r'^#\|.*\n?', '', source, flags=re.M).strip()
-        out += [source] if c['cell_type']=='markdown' else [f'```python\n{code}\n```', *map(shown, c['outputs'])]
+        code = '' if 'echo: false' in source else f'```python\n{source}\n```'
+        out += [source] if c['cell_type']=='markdown' else [code, *map(shown, c['outputs'])]
     return '\n\n'.join(o for o in out if o)+'\n'
 
 def fresh() -> str:
-    "What README.md should be"
-    return markdown(json.loads((ROOT/'nbs'/'index.ipynb').read_text()))
+    "What README.md should be: tables made now from the files they show, other outputs as stored in the front page"
+    nb = nbformat.read(ROOT/'nbs'/'index.ipynb', 4)
+    tables = nbformat.v4.new_notebook(cells=[c for c in nb.cells if c.cell_type=='code' and 'echo: false' in c.source])
+    NotebookClient(tables, kernel_name='python3', resources=dict(metadata=dict(path=ROOT/'nbs'))).execute()
+    return markdown(nb)
 
 if __name__=='__main__': (ROOT/'README.md').write_text(fresh())

@@ -1,5 +1,5 @@
 "The command line in a subprocess, as it is used."
-import json, os, shutil, signal, subprocess, sys, time
+import json, os, shutil, signal, subprocess, sys, time, zipfile
 from pathlib import Path
 import nbformat, pytest
 from nbformat.v4 import new_code_cell, new_notebook
@@ -18,10 +18,16 @@ def refused(p):
 
 @pytest.mark.parametrize('args,named', [(['reproduce','000-tabel7'], '000-table7'), (['reproduce','--profile','labtop'], 'laptop'), (['reproduce','-j','0'], '-j'),
     (['reproduce','000-table7','-p','sedes=[0]'], 'seeds'), (['reproduce','000-table7','-p','data=mnist'], 'quotation'), (['show','000-table77'], '000-table7'),
-    (['show','000-table6'], 'has not been made'), (['data','fetch','cifar1O'], 'cifar10'), (['data','fetch','cifar100'], 'cifar100.npz')])
+    (['reproduce','000-table7','-p','data="mnits"'], "'mnist'"), (['reproduce','000-table7','-p','model={name="sofmax"}'], "'softmax'"),
+    (['reproduce','--profile','laptop'], 'cifar100.npz'), (['show','000-table6'], 'has not been made'), (['data','fetch','cifar1O'], 'cifar10'), (['data','fetch','cifar100'], 'cifar100.npz')])
 def test_bad_input_is_one_sentence_and_nothing_is_written(args, named, tmp_path):
     assert named in refused(fedbook(*args, FEDBOOK_FIGURES=tmp_path/'f'))
     assert not (tmp_path/'f').exists()
+
+def test_an_archive_that_leads_out_of_its_folder(tmp_path):
+    with zipfile.ZipFile(tmp_path/'a.zip', 'w') as z: z.writestr('../cifar10.npz', b'')
+    assert '../cifar10.npz' in refused(fedbook('data', 'install', tmp_path/'a.zip', FEDBOOK_DATA=tmp_path/'data'))
+    assert [p.name for p in tmp_path.iterdir()]==['a.zip']
 
 def test_nowhere_to_write(tmp_path):
     (tmp_path/'file').write_text('')
@@ -61,9 +67,17 @@ def test_a_notebook_that_papermill_would_run_wrongly(tmp_path, change, named):
 def test_what_fails_is_never_done(tmp_path, code, why):
     parameters = new_code_cell('x = 1'); parameters.metadata['tags'] = ['parameters']
     nbformat.write(new_notebook(cells=[parameters, new_code_cell(code)]), tmp_path/'a.ipynb')
+    (tmp_path/'out').mkdir(); (tmp_path/'out'/'run.json').write_text('{}') # an earlier run was done
     result = run_job(Job('a', 'smoke', tmp_path/'a.ipynb', dict(x=2), tmp_path/'out', 3))
     assert result['status']=='FAILED' and why in result['error']
     assert sorted(p.name for p in (tmp_path/'out').iterdir())==['failed.ipynb']
+
+def break_it(nb): nb['cells'][1]['source'] = ['raise RuntimeError("broken on purpose")']
+
+def test_a_failed_table_is_said_and_the_exit_code_is_1(tmp_path):
+    p = fedbook('reproduce', '000-table6', cwd=checkout(tmp_path, break_it), FEDBOOK_FIGURES=tmp_path/'f')
+    assert p.returncode==1 and 'FAILED' in p.stdout and 'broken on purpose' in p.stdout
+    assert 'smoke   failed' in fedbook('list', FEDBOOK_FIGURES=tmp_path/'f').stdout
 
 def numbers(folder):
     "The rows without what may differ between two runs"

@@ -77,6 +77,22 @@ def test_finished_runs_are_kept(tmp_path, monkeypatch):
     assert [(r['cell']['alpha'], r['seed']) for r in both]==[(.1, 0), (1., 0), (.1, 1), (1., 1)] and both[0]==first[0]
     assert json.loads((tmp_path/'progress.json').read_text())==dict(done=4, total=4, left=0.)
 
+def test_a_run_goes_on_at_the_round_where_it_was_killed(tmp_path, monkeypatch):
+    case,rounds = Case({}, Setting(**SMALL | dict(protocol=dict(rounds=4, per_round=3)))),[]
+    whole = run_cases([case], [0], tmp_path/'whole', **ABOUT)[0]
+    class Killed(Exception): pass
+    def watched(last, f=E.run):
+        def on_round(r):
+            rounds.append(r)
+            if r==last: raise Killed
+        return lambda fed, checkpoint: f(fed, checkpoint, on_round=on_round)
+    monkeypatch.setattr(E, 'run', watched(3))
+    with pytest.raises(Killed): run_cases([case], [0], tmp_path, **ABOUT)
+    assert not (tmp_path/'rows.jsonl').exists()
+    monkeypatch.setattr(E, 'run', watched(None, run))
+    assert run_cases([case], [0], tmp_path, **ABOUT)[0]['rows']==whole['rows']
+    assert rounds==[1, 2, 3, 4] and not list(tmp_path.glob('*.part'))
+
 def test_a_changed_formula_is_another_run():
     source = 'def f(x):\n    "Twice"\n    return 2*x # a comment'
     assert E.bare(source)==E.bare(source.replace('Twice', 'Two times').replace('# a comment', ''))!=E.bare(source.replace('2*x', '3*x'))

@@ -13,6 +13,12 @@ def test_a_failure_leaves_the_old_file(path):
         with writing(path) as part: part.write_text('half'); raise RuntimeError
     assert path.read_text()=='old' and os.listdir(path.parent)==['rows.jsonl']
 
+def test_who_reads_while_it_is_written_reads_the_old_file(path):
+    with writing(path) as part: part.write_text('old')
+    with open(path) as reader:
+        with writing(path) as part: part.write_text('new')
+        assert reader.read()=='old' and path.read_text()=='new'
+
 def test_nowhere_to_write(tmp_path):
     (tmp_path/'file').write_text('')
     for act in (writing, locked):

@@ -169,6 +169,7 @@ def test_sampling_is_uniform_and_depends_on_the_round():
 
 def test_rows():
     fed = federation(rounds=4, evaluate_every=3)
+    fed.data.validation = (fed.data.x[:9], fed.data.y[:9])
     state,rows = run(fed)
     assert [r[0] for r in rows if r[2]=='accuracy']==[3,4]
     x,y = fed.data.test
@@ -176,6 +177,8 @@ def test_rows():
     last = {r[2]: r[3] for r in rows if r[0]==4 and r[1] is None}
     assert last['accuracy']==pytest.approx(100*(z.argmax(1)==y).float().mean().item())
     assert last['loss']==pytest.approx(nn.functional.cross_entropy(z, y).item(), rel=1e-5)
+    right = (fed.net.logits(state['server']['w'], {}, fed.data.x[:9]).argmax(1)==fed.data.y[:9]).float().mean().item()
+    assert last['val_accuracy']==pytest.approx(100*right) and last['val_accuracy']!=last['accuracy']
     assert last['bytes_up']==last['bytes_down']==3*4*sum(t.numel() for t in fed.net.weights().values())
     personal,shared = ({r[1]: r[3] for r in rows if r[2]==m and r[0]==4} for m in ('personal_accuracy','client_accuracy'))
     assert personal==shared and len(personal)==4, 'FedAvg has no personal model, so each client is scored on the global one'
@@ -200,6 +203,22 @@ def test_batches_cover_every_sample_once_an_epoch():
     for b,clock in batches(c): epochs.setdefault(clock['epoch'], []).append(b['x'])
     xs = [torch.cat(v) for v in epochs.values()]
     assert all(torch.equal(x.sort(0).values, c.x.sort(0).values) for x in xs) and not torch.equal(xs[0], xs[1])
+
+def test_clients_of_one_size_have_orders_of_their_own():
+    fed = federation(sizes=(12,12), per_round=2)
+    def order(i, r):
+        c = client_view(fed, begin(fed), i, r)
+        return [(c.x[:,None]==b['x']).all(2).float().argmax(0).tolist() for b,_ in batches(c)]
+    assert order(0, 0)==order(0, 0) and order(0, 0)!=order(1, 0) and order(0, 0)!=order(0, 1)
+
+def test_step_is_the_direction_of_the_optimiser():
+    "Twice the gradient is the double learning rate"
+    @dataclass(frozen=True)
+    class Double(FedAvg):
+        def step(self, g, w, c): return {k: 2*v for k,v in g.items()}
+    METHODS.pop('double')
+    a,b = run(federation(Double(), local=Local(2, 4, SGD(.1))))[0],run(federation(local=Local(2, 4, SGD(.2))))[0]
+    for k,v in a['server']['w'].items(): torch.testing.assert_close(v, b['server']['w'][k])
 
 def test_every_registered_method_runs_and_is_deterministic():
     for name in methods(): assert same(run(federation(method(name)))[0], run(federation(method(name)))[0]), name

@@ -5,16 +5,16 @@
 # %% auto #0
 __all__ = ['DIFFERENCES', 'Differences', 'schedule', 'frozen_baseline']
 
-# %% ../../nbs/02_methods/20_chapter_ptalos.ipynb #a69ccac9
+# %% ../../nbs/02_methods/20_chapter_ptalos.ipynb #2c8a9680
 from ..experiments import Setting
-from ..settings import check_names
+from ..results import markdown
 
-# %% ../../nbs/02_methods/20_chapter_ptalos.ipynb #a5d24ca5
+# %% ../../nbs/02_methods/20_chapter_ptalos.ipynb #f8aad671
 DIFFERENCES = [ # what, the paper says, the released code does, fedbook does
     ('clients', 'silent', '100, of which 10 a round', 'as the code'),
     ('batch size', '256 (Table 1)', '32 in the federated baselines', 'as the code'),
     ('optimiser', 'SGD with momentum 0.9, learning rate 0.03, weight decay 0.05', 'the same with weight decay 0.0001', 'as the code'),
-    ('schedule', 'cosine annealing after a warm-up', 'a cosine with T_max = 8 meant in epochs but stepped at every *batch*, so the rate swings up and down every 16 batches; no warm-up',
+    ('schedule', 'cosine annealing after a warm-up', 'a cosine with T_max = 8 that is stepped at every *batch*, evidently meant for epochs or rounds: the rate swings up and down every 16 batches; no warm-up',
      'intended: one cosine over a client\'s local epochs; released: the swing'),
     ('non-IID split', 'N_c "distinct classes (sampled with replacement)"', 'shards of about n/100 samples a class, drawn with replacement: shared between clients, and N_c also multiplies a client\'s data',
      'intended: N_c distinct classes, disjoint, the same amount of data for every N_c; released: the shards'),
@@ -24,11 +24,11 @@ DIFFERENCES = [ # what, the paper says, the released code does, fedbook does
     ('seeds', 'silent', '42 in the driver, workers unseeded', 'several, every stream keyed'),
 ]
 
-# %% ../../nbs/02_methods/20_chapter_ptalos.ipynb #1a145355
+# %% ../../nbs/02_methods/20_chapter_ptalos.ipynb #25ba0c34
 class Differences(list):
     "Rows of (what, the paper says, the released code does, fedbook does), shown as a table"
     def _repr_markdown_(self):
-        return '\n'.join('| '+' | '.join(r)+' |' for r in [('', 'the paper says', 'the released code does', 'fedbook does'), ('---',)*4, *self])
+        return markdown(['', 'the paper says', 'the released code does', 'fedbook does'], self)
 
 # %% ../../nbs/02_methods/20_chapter_ptalos.ipynb #4358bbaa
 def schedule(
