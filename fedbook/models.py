@@ -229,7 +229,7 @@ def lies_in(
     "Whether `name` is, or is below, one of `parts`"
     return any(f'{name}.'.startswith(f'{p}.') for p in parts)
 
-# %% ../nbs/01_foundations/13_models.ipynb #e907234c
+# %% ../nbs/01_foundations/13_models.ipynb #dba86ca7
 class Net:
     "A module as functions of its weights; what is `frozen` keeps its values and is always in evaluation mode"
     def __init__(self,
@@ -243,7 +243,7 @@ class Net:
         for f in self.frozen: choose(f, [*modules, *params, *buffers], 'part of the model')
         self._weights = {k: v for k,v in params.items() if not lies_in(k, self.frozen)}
         self._buffers = {k: v for k,v in buffers.items() if not lies_in(k, self.frozen)}
-        self._moving = [m for k,m in modules.items() if not lies_in(k, self.frozen)]
+        self.moving = [m for k,m in modules.items() if not lies_in(k, self.frozen)]
         names = {id(t): k for k,t in (self._weights | self._buffers).items()}
         slots = [(names[id(t)], d, k, t) for m in modules.values() for d in (m._parameters, m._buffers) for k,t in d.items() if id(t) in names]
         self._slots = {part: [s for s in slots if s[0].startswith(part)] for part in ('','body.','head.')}
@@ -258,7 +258,7 @@ class Net:
 
     def _lend(self, part, module, w, buffers, x, train):
         if train != self.module.training:
-            for m in self._moving: m.training = train
+            for m in self.moving: m.training = train
         given = {**w, **buffers}
         try:
             for name,d,k,_ in self._slots[part]: d[k] = given[name]

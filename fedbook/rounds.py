@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['Protocol', 'FederatedData', 'Federation', 'begin', 'sample_clients', 'gradient', 'n_bytes', 'client_view',
-           'client_round', 'merge_buffers', 'one_by_one', 'one_round', 'score', 'evaluate', 'evaluate_personal', 'run',
-           'resume']
+           'begin_client', 'end_client', 'client_round', 'merge_buffers', 'one_by_one', 'one_round', 'score',
+           'evaluate', 'evaluate_personal', 'run', 'resume']
 
 # %% ../nbs/01_foundations/31_rounds.ipynb #7a7ed74c
 from dataclasses import dataclass, field, replace
@@ -36,7 +36,7 @@ class Protocol(Checked):
         choose(self.weighting, ('samples','uniform'), 'weighting')
         choose(self.buffers, ('average','local','drop'), 'policy for buffers')
 
-# %% ../nbs/01_foundations/31_rounds.ipynb #e4e2b296
+# %% ../nbs/01_foundations/31_rounds.ipynb #f6951843
 @dataclass
 class FederatedData:
     "What the clients hold, and what the models are scored on; raises `Refused` for an empty or impossible client"
@@ -47,7 +47,7 @@ class FederatedData:
     validation: tuple = None # (samples, labels) cut from the training data, held by no client
     test_clients: list = None # Per client, positions in `test`, to score personalised models
     prepare: callable = lambda x: x # Stored samples to network input
-    augment: callable = lambda x: x # Random changes, in training only
+    augment: callable = None # Random changes, in training only; `None` for none
 
     def __post_init__(self):
         for i,idx in enumerate(self.clients):
@@ -121,25 +121,42 @@ def client_view(
     return Client(fed.net, fed.local, d.x[idx], d.y[idx], i, r, fed.seed, fed.method.send(state['server'], i),
         fed.method.client(state['server']['w']) if own is None else own, clone(buffers), d.prepare, d.augment)
 
-# %% ../nbs/01_foundations/31_rounds.ipynb #9bc09366
+# %% ../nbs/01_foundations/31_rounds.ipynb #e56f7427
+def begin_client(
+    fed:Federation, # The run
+    c:Client, # The client
+) -> dict: # Weights of its own
+    "Where local training begins"
+    with seeded(fed.seed, 'starting', c.round, c.id, device=str(c.x.device)): return clone(fed.method.start(c))
+
+def end_client(
+    fed:Federation, # The run
+    c:Client, # The client, its buffers as training left them
+    w:dict, # Its weights after training
+    losses:Tensor, # Of its steps
+) -> dict: # Its reply: message, memory, buffers, mean training loss, bytes received and sent
+    "What remains of a round for the client when training is over"
+    with seeded(fed.seed, 'finishing', c.round, c.id, device=str(c.x.device)): message,memory = fed.method.finish(w, c)
+    return dict(message=message, memory=memory, buffers=c.buffers, loss=losses.mean().item(),
+                down=n_bytes(c.message)+n_bytes(c.buffers), up=n_bytes(message)+n_bytes(c.buffers))
+
+# %% ../nbs/01_foundations/31_rounds.ipynb #cdda208e
 def client_round(
     fed:Federation, # The run
     state:dict, # Its state
     i:int, # Which client
     r:int, # Which round, from 0
-) -> dict: # Its reply: message, memory, buffers, mean training loss, bytes received and sent
+) -> dict: # Its reply
     "What client `i` does in round `r`; it reads `state` and does not change it"
-    c,m,opt = client_view(fed, state, i, r),fed.method,fed.local.optimiser
+    c,m,opt,losses = client_view(fed, state, i, r),fed.method,fed.local.optimiser,[]
+    w = begin_client(fed, c)
+    s = opt.init(w)
     with seeded(fed.seed, 'training', r, i, device=str(c.x.device)):
-        w = clone(m.start(c))
-        s,losses = opt.init(w),[]
         for batch,clock in batches(c):
             g,loss = gradient(lambda w: m.loss(w, batch, c), w)
             w,s = opt.update(w, m.step(g, w, c), s, fed.local.schedule(**clock))
             losses.append(loss)
-        message,memory = m.finish(w, c)
-    return dict(message=message, memory=memory, buffers=c.buffers, loss=torch.stack(losses).mean().item(),
-                down=n_bytes(c.message)+n_bytes(state['buffers']), up=n_bytes(message)+n_bytes(c.buffers))
+    return end_client(fed, c, w, torch.stack(losses))
 
 # %% ../nbs/01_foundations/31_rounds.ipynb #1dcaa210
 def merge_buffers(
@@ -154,15 +171,17 @@ def merge_buffers(
     if policy=='local': own = {**own, **{str(i): r['buffers'] for i,r in replies.items()}}
     return dict(buffers=server, client_buffers=own)
 
-# %% ../nbs/01_foundations/31_rounds.ipynb #eb15e1f1
+# %% ../nbs/01_foundations/31_rounds.ipynb #5d3efa85
 def one_by_one(
-    work, # From a client's id to its reply
-    ids, # The clients
-) -> list: # The replies, in the order of `ids`
+    fed:Federation, # The run
+    state:dict, # Its state
+    ids:list, # The clients
+    r:int, # Which round, from 0
+) -> list: # Their replies, in the order of `ids`
     "The reference engine: one client after the other"
-    return [work(i) for i in ids]
+    return [client_round(fed, state, i, r) for i in ids]
 
-# %% ../nbs/01_foundations/31_rounds.ipynb #860ca253
+# %% ../nbs/01_foundations/31_rounds.ipynb #06aeb641
 def one_round(
     fed:Federation, # The run
     state:dict, # Its state
@@ -172,7 +191,7 @@ def one_round(
     "Sample, train, merge"
     p = fed.protocol
     ids,times = sample_clients(len(fed.data.clients), p.per_round, fed.seed, r, p.replace)
-    replies = dict(zip(ids.tolist(), engine(lambda i: client_round(fed, state, i, r), ids.tolist())))
+    replies = dict(zip(ids.tolist(), engine(fed, state, ids.tolist(), r)))
     weights = [t*(len(fed.data.clients[i]) if p.weighting=='samples' else 1) for i,t in zip(ids, times.tolist())]
     server = fed.method.merge(state['server'], [a['message'] for a in replies.values()], weights)
     memory = {**state['memory'], **{str(i): a['memory'] for i,a in replies.items()}}

@@ -27,7 +27,7 @@ def stream(
     "NumPy's generator for the draw named `where`"
     return np.random.default_rng(key(seed, *where))
 
-# %% ../nbs/01_foundations/01_streams.ipynb #a9aaefeb
+# %% ../nbs/01_foundations/01_streams.ipynb #82f472ca
 @contextmanager
 def seeded(
     seed:int, # The run's seed
@@ -35,7 +35,9 @@ def seeded(
     device:str='cpu', # The device whose generator is lent as well
 ):
     "Inside the block PyTorch draws from the stream named `where`; afterwards everything is as before"
-    devices = [device] if torch.device(device).type=='cuda' else []
-    with torch.random.fork_rng(devices=devices):
-        torch.manual_seed(key(seed, *where))
-        yield
+    draws = [torch.default_generator] + ([torch.cuda.default_generators[torch.cuda.current_device()]] if torch.device(device).type=='cuda' else [])
+    before = [g.get_state() for g in draws]
+    for g in draws: g.manual_seed(key(seed, *where))
+    try: yield
+    finally:
+        for g,state in zip(draws, before): g.set_state(state)

@@ -1,14 +1,14 @@
 "Identities of the round loop: exact ones are tested to the last bit."
 from dataclasses import dataclass, replace
-import multiprocessing
 import numpy as np, pytest, torch
 from torch import nn
+from fedbook.engines import Processes
 from fedbook.errors import Refused
 from fedbook.method import batches, Client, FedAvg, Local, method, METHODS, methods
 from fedbook.methods.fedprox import FedProx
 from fedbook.models import Net
 from fedbook.optim import AdamW, Cosine, SGD
-from fedbook.rounds import begin, client_view, FederatedData, Federation, gradient, n_bytes, one_round, Protocol, run, sample_clients
+from fedbook.rounds import begin, client_view, FederatedData, Federation, gradient, n_bytes, one_by_one, one_round, Protocol, run, sample_clients
 from fedbook.streams import seeded
 from fedbook.tensors import flatten
 
@@ -65,18 +65,9 @@ def test_one_client_is_local_training(local):
     assert same(run(fed)[0]['server']['w'], w)
     for k,v in module.state_dict().items(): assert torch.allclose(v, w[k], atol=1e-5)
 
-def backwards(work, ids): return [work(i) for i in reversed(ids)][::-1]
+def backwards(fed, state, ids, r): return one_by_one(fed, state, ids[::-1], r)[::-1]
 
-def call(i): return WORK(i)
-
-def workers(n):
-    def engine(work, ids):
-        global WORK
-        WORK = work
-        with multiprocessing.get_context('fork').Pool(n) as pool: return pool.map(call, ids)
-    return engine
-
-@pytest.mark.parametrize('engine', [backwards, workers(1), workers(3)], ids=['backwards','one worker','three workers'])
+@pytest.mark.parametrize('engine', [backwards, Processes(1), Processes(3)], ids=['backwards','one worker','three workers'])
 @pytest.mark.parametrize('module', [mlp(), mlp(bn=True), mlp(dropout=.5)], ids=['plain','batchnorm','dropout'])
 def test_same_bytes_for_any_order_and_workers(engine, module):
     (a,rows),(b,rows_b) = run(federation(module=module)),run(federation(module=module), engine=engine)
@@ -121,7 +112,7 @@ def test_a_broken_checkpoint_is_refused(tmp_path):
 
 def replies(fed):
     seen = []
-    def engine(work, ids): seen.extend(work(i) for i in ids); return seen
+    def engine(*args): seen.extend(one_by_one(*args)); return seen
     state,_ = one_round(fed, begin(fed), 0, engine)
     return state,seen
 
