@@ -74,14 +74,14 @@ def check_values(
     if 'data' in given: data.load(given['data'])
     if 'model' in given: models.build(**given['model'])
 
-# %% ../nbs/01_foundations/60_runner.ipynb #9f3a6038
+# %% ../nbs/01_foundations/60_runner.ipynb #5ce688a6
 def run_job(
     job:Job, # What to make
 ) -> dict: # status 'ok' or 'FAILED', seconds, error
     "Execute one notebook; never raises for what goes wrong inside it"
     start,part = time.time(),job.folder/f'.{os.getpid()}.running.ipynb'
     job.folder.mkdir(parents=True, exist_ok=True)
-    (job.folder/'run.json').unlink(missing_ok=True)
+    for old in [job.folder/'run.json', *job.folder.glob('.*.running.ipynb')]: old.unlink(missing_ok=True)
     try: execute(job, part)
     except Exception as e: # a dead kernel and a timeout are no `PapermillExecutionError`, and leave no mark in the notebook
         if part.exists(): os.replace(part, job.folder/'failed.ipynb')
@@ -204,7 +204,7 @@ def index() -> Path: # figures/index.html
     with writing(path) as part: part.write_text(PAGE.format(nav=nav, body=''.join(section(e, p, f, path.parent) for e,p,f in found)))
     return path
 
-# %% ../nbs/01_foundations/60_runner.ipynb #37cc5fe5
+# %% ../nbs/01_foundations/60_runner.ipynb #d06f7199
 def section(e, profile:str, folder:Path, base:Path) -> str: # HTML
     "One table on the page"
     from nbconvert import HTMLExporter
@@ -214,4 +214,4 @@ def section(e, profile:str, folder:Path, base:Path) -> str: # HTML
     at = folder.relative_to(base).as_posix()
     links = ' · '.join(f'<a href="{at}/{n}">{t}</a>' for n,t in (('notebook.html','notebook'),('rows.jsonl','rows'),('provenance.json','provenance')) if (folder/n).exists())
     picture = f'<p><img src="{at}/figure.svg" alt="{e.title}"></p>' if (folder/'figure.svg').exists() else ''
-    return f'<h2 id="{e.id}-{profile}">{e.id}: {e.title}</h2><p class="what">profile {profile} · {links}</p>{picture}{(folder/"table.html").read_text()}'
+    return f'<h2 id="{e.id}-{profile}">{e.id}, {profile}: {e.title}</h2><p class="what">{links}</p>{picture}{(folder/"table.html").read_text()}'
