@@ -369,6 +369,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
             'fedbook.runner': { 'fedbook.runner.Job': ('01_foundations/runner.html#job', 'fedbook/runner.py'),
                                 'fedbook.runner.check_parameters': ('01_foundations/runner.html#check_parameters', 'fedbook/runner.py'),
                                 'fedbook.runner.check_values': ('01_foundations/runner.html#check_values', 'fedbook/runner.py'),
+                                'fedbook.runner.clear': ('01_foundations/runner.html#clear', 'fedbook/runner.py'),
                                 'fedbook.runner.execute': ('01_foundations/runner.html#execute', 'fedbook/runner.py'),
                                 'fedbook.runner.forget_paths': ('01_foundations/runner.html#forget_paths', 'fedbook/runner.py'),
                                 'fedbook.runner.index': ('01_foundations/runner.html#index', 'fedbook/runner.py'),

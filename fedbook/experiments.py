@@ -219,7 +219,7 @@ def timed(
     f(); start = time.perf_counter(); f()
     return time.perf_counter()-start
 
-# %% ../nbs/01_foundations/50_experiments.ipynb #b8f0466b
+# %% ../nbs/01_foundations/50_experiments.ipynb #d077ed23
 def run_cases(
     cases:list[Case], # The cells of a table
     seeds:list[int], # The seeds of each
@@ -234,21 +234,25 @@ def run_cases(
         done = {r['fingerprint']: r for r in read(path)}
         todo = [v for k,v in wanted.items() if k not in done]
         start,expected = time.time(),estimate(todo, device)
-        progress(folder, len(wanted)-len(todo), len(wanted), expected)
+        def tell(n, left): progress(folder, n, len(todo), len(wanted), left, expected)
+        tell(0, expected)
         for n,(case,seed) in enumerate(tqdm(todo, desc=f'about {expected:.0f} s', disable=None), 1):
             part = Path(folder)/f'.{case.fingerprint(seed)}.part'
             record = run_case(case, seed, device, part, **about)
             append(path, record); done[record['fingerprint']] = record
             part.unlink(missing_ok=True)
-            progress(folder, len(wanted)-len(todo)+n, len(wanted), (time.time()-start)/n*(len(todo)-n))
+            tell(n, (time.time()-start)/n*(len(todo)-n))
     return [{**done[k], **about} for k in wanted]
 
-# %% ../nbs/01_foundations/50_experiments.ipynb #cbe9ba27
+# %% ../nbs/01_foundations/50_experiments.ipynb #98372628
 def progress(
     folder:Path, # Where progress.json goes
-    done:int, # Runs finished
-    total:int, # Runs wanted
+    n:int, # Runs finished since the start
+    todo:int, # Runs to do at the start
+    total:int, # Runs of the whole table
     left:float, # Seconds still expected
+    expected:float, # Seconds expected at the start
 ):
     "Tell whoever watches how far a table is"
-    with writing(Path(folder)/'progress.json') as part: part.write_text(json.dumps(dict(done=done, total=total, left=round(left, 1))))
+    about = dict(done=total-todo+n, total=total, left=round(left, 1), todo=todo, expected=round(expected, 1))
+    with writing(Path(folder)/'progress.json') as part: part.write_text(json.dumps(about))

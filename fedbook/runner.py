@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['PAGE', 'Job', 'plan', 'notebook_parameters', 'check_parameters', 'check_values', 'run_job', 'forget_paths', 'execute',
-           'reason', 'worker', 'reproduce', 'show_progress', 'state', 'index', 'section']
+           'reason', 'worker', 'reproduce', 'clear', 'show_progress', 'state', 'index', 'section']
 
 # %% ../nbs/01_foundations/60_runner.ipynb #b59ad034
 from concurrent.futures import ProcessPoolExecutor, wait
@@ -137,7 +137,7 @@ def worker():
         os._exit(1)
     threading.Thread(target=watch, daemon=True).start()
 
-# %% ../nbs/01_foundations/60_runner.ipynb #fb03886d
+# %% ../nbs/01_foundations/60_runner.ipynb #01d78df6
 def reproduce(
     ids:list[str]=(), # Tables and figures; empty for all
     profile:str='smoke', # smoke, laptop or paper
@@ -148,10 +148,8 @@ def reproduce(
 ) -> list[dict]: # Per job: id, status, seconds, error
     "Make tables; raises `Refused` before any kernel starts if one of them would not run as asked"
     require(workers >= 1, f'-j must be at least 1, not {workers}.')
-    jobs,results = plan(ids, profile, parameters),[]
-    for j in jobs:
-        with writing(j.folder/'progress.json') as p: p.write_text(json.dumps(dict(done=0, total=1, left=0)))
-        if not resume and (j.folder/'rows.jsonl').exists(): os.replace(j.folder/'rows.jsonl', j.folder/'rows.previous.jsonl')
+    jobs,results,known = plan(ids, profile, parameters),[],set()
+    for j in jobs: clear(j, resume)
     with ProcessPoolExecutor(min(workers, len(jobs)), multiprocessing.get_context('spawn'), worker) as pool:
         pending = {pool.submit(run_job, j) for j in jobs}
         with tqdm(desc=profile, disable=None, bar_format='{desc} {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} runs [{elapsed}, {postfix}]') as bar:
@@ -160,18 +158,31 @@ def reproduce(
                 for f in done:
                     results.append(f.result())
                     bar.clear(); say('{id:12} {status:6} {seconds:7.1f} s {error}'.format(**results[-1]))
-                show_progress(bar, jobs)
+                show_progress(bar, jobs, known, say)
     return results
 
-# %% ../nbs/01_foundations/60_runner.ipynb #4213280e
+# %% ../nbs/01_foundations/60_runner.ipynb #471645ff
+def clear(
+    job:Job, # About to run
+    resume:bool, # Keep the runs that are finished?
+):
+    "Make a job's folder ready; rows that shall not be kept are put aside"
+    with writing(job.folder/'progress.json') as p: p.write_text(json.dumps(dict(done=0, total=0, left=0)))
+    if not resume and (job.folder/'rows.jsonl').exists(): os.replace(job.folder/'rows.jsonl', job.folder/'rows.previous.jsonl')
+
+# %% ../nbs/01_foundations/60_runner.ipynb #5edab3cf
 def show_progress(
     bar, # A tqdm bar
     jobs:list[Job], # All jobs
+    known:set, # Ids of the jobs whose cost was told
+    say, # Told the cost of each job, once
 ):
-    "Runs finished and time left, over all jobs, from what the notebooks say of themselves"
-    ps = [json.loads((j.folder/'progress.json').read_text()) for j in jobs]
-    bar.total,bar.n = sum(p['total'] for p in ps),sum(p['done'] for p in ps)
-    bar.set_postfix_str(f'{sum(p["left"] for p in ps):.0f} s of computing left')
+    "Cost, runs finished and time left, from what the notebooks say of themselves"
+    ps = {j.id: json.loads((j.folder/'progress.json').read_text()) for j in jobs}
+    for i,p in ps.items():
+        if p['total'] and i not in known: bar.clear(); say(f'{i:12} {p["todo"]} of {p["total"]} runs to do, about {p["expected"]:.0f} s'); known.add(i)
+    bar.total,bar.n = sum(p['total'] for p in ps.values()),sum(p['done'] for p in ps.values())
+    bar.set_postfix_str(f'{sum(p["left"] for p in ps.values()):.0f} s of computing left')
 
 # %% ../nbs/01_foundations/60_runner.ipynb #af6a7e51
 def state(

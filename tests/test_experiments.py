@@ -66,6 +66,14 @@ def test_a_seed_decides_validation_partition_and_weights():
     assert torch.equal(begin(a)['server']['w']['head.weight'], begin(b)['server']['w']['head.weight'])
     assert not torch.equal(begin(a)['server']['w']['head.weight'], begin(c)['server']['w']['head.weight'])
 
+def test_personal_models_are_scored_on_the_clients_own_classes():
+    "FedAvg has no personal models: each client's score is the global model's on its part, and its part has its classes only"
+    fed = federation(Setting(**SMALL | dict(partition=dict(name='classes_per_client', n_clients=10, classes=2)), personal=True))
+    rows = run(fed)[1]
+    last = {m: {r[1]: r[3] for r in rows if r[2]==m and r[0]==2} for m in ('client_accuracy','personal_accuracy')}
+    assert last['client_accuracy']==last['personal_accuracy'] and len(last['personal_accuracy'])==10
+    for held,tested in zip(fed.data.clients, fed.data.test_clients): assert set(fed.data.test[1][tested].tolist())==set(fed.data.y[held].tolist())
+
 def test_finished_runs_are_kept(tmp_path, monkeypatch):
     cases = [Case(dict(alpha=a), Setting(**SMALL | dict(partition=dict(name='dirichlet', n_clients=10, alpha=a)))) for a in (.1, 1.)]
     first = run_cases(cases[:1], [0, 1], tmp_path, **ABOUT)
@@ -75,7 +83,8 @@ def test_finished_runs_are_kept(tmp_path, monkeypatch):
     both = run_cases(cases, [0, 1], tmp_path, **ABOUT)
     assert ran==[(1., 0), (1., 1)] and (tmp_path/'rows.jsonl').read_bytes().startswith(before)
     assert [(r['cell']['alpha'], r['seed']) for r in both]==[(.1, 0), (1., 0), (.1, 1), (1., 1)] and both[0]==first[0]
-    assert json.loads((tmp_path/'progress.json').read_text())==dict(done=4, total=4, left=0.)
+    told = json.loads((tmp_path/'progress.json').read_text())
+    assert told.pop('expected') > 0 and told==dict(done=4, total=4, left=0., todo=2)
 
 def test_a_run_goes_on_at_the_round_where_it_was_killed(tmp_path, monkeypatch):
     case,rounds = Case({}, Setting(**SMALL | dict(protocol=dict(rounds=4, per_round=3)))),[]
