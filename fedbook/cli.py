@@ -137,7 +137,7 @@ def add_data(p):
     p.add_argument('action', nargs='?', choices=('list','fetch','install'), default='list', help='list what is here, fetch a data set, install the .npz files of an archive')
     p.add_argument('what', nargs='?', help='a data set for fetch, an archive for install')
 
-# %% ../nbs/01_foundations/61_cli.ipynb #0a49d267
+# %% ../nbs/01_foundations/61_cli.ipynb #e59f44a6
 def main(
     args:list[str]=None, # The command line's arguments
 ) -> int: # The exit code
@@ -145,4 +145,5 @@ def main(
     a = parser().parse_args(args)
     try: return a.run(a)
     except Refused as e: print(e, file=sys.stderr); return 2
+    except BrokenPipeError: os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()); return 0 # whoever read has seen enough
     except KeyboardInterrupt: print('stopped; what is finished is kept', file=sys.stderr); return 130

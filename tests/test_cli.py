@@ -45,6 +45,10 @@ def test_commands_that_tell(command, says):
     p = fedbook(command)
     assert p.returncode==0 and says in p.stdout and not p.stderr
 
+def test_a_reader_who_has_seen_enough():
+    p = subprocess.run(f'{FEDBOOK[0]} list | head -1', shell=True, capture_output=True, text=True, cwd=ROOT)
+    assert len(p.stdout.splitlines())==1 and not p.stderr
+
 def checkout(to, change):
     "A checkout with one changed notebook"
     nb = Path('nbs/04_papers/000_ptalos/table06.ipynb')
