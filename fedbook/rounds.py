@@ -121,7 +121,7 @@ def client_view(
     return Client(fed.net, fed.local, d.x[idx], d.y[idx], i, r, fed.seed, fed.method.send(state['server'], i),
         fed.method.client(state['server']['w']) if own is None else own, clone(buffers), d.prepare, d.augment)
 
-# %% ../nbs/01_foundations/31_rounds.ipynb #e56f7427
+# %% ../nbs/01_foundations/31_rounds.ipynb #f3e76dee
 def begin_client(
     fed:Federation, # The run
     c:Client, # The client
@@ -137,8 +137,8 @@ def end_client(
 ) -> dict: # Its reply: message, memory, buffers, mean training loss, bytes received and sent
     "What remains of a round for the client when training is over"
     with seeded(fed.seed, 'finishing', c.round, c.id, device=str(c.x.device)): message,memory = fed.method.finish(w, c)
-    return dict(message=message, memory=memory, buffers=c.buffers, loss=losses.mean().item(),
-                down=n_bytes(c.message)+n_bytes(c.buffers), up=n_bytes(message)+n_bytes(c.buffers))
+    travel = n_bytes(c.buffers) if fed.protocol.buffers=='average' else 0 # buffers that stay local or are dropped are not sent
+    return dict(message=message, memory=memory, buffers=c.buffers, loss=losses.mean().item(), down=n_bytes(c.message)+travel, up=n_bytes(message)+travel)
 
 # %% ../nbs/01_foundations/31_rounds.ipynb #cdda208e
 def client_round(

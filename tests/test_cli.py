@@ -103,6 +103,7 @@ def test_a_table_through_papermill(whole):
     assert {'table.md','table.html','figure.svg','figure.png','rows.jsonl','provenance.json','notebook.ipynb','run.json'} <= made and 'failed.ipynb' not in made
     table = (to/'000/table6/smoke/table.md').read_text()
     assert '68.65' in table and 'Stand-ins: data: Fashion-MNIST' in table and 'Profile smoke' in table
+    assert 'changed: rounds = 12' in table, 'a profile with other parameters says so'
     assert '6 of 6 runs to do, about' in said and 'index.html' in said and 'figure.svg' in (to/'index.html').read_text()
     assert 'smoke   done' in fedbook('list', FEDBOOK_FIGURES=to).stdout
     assert fedbook('show', '000-table6', FEDBOOK_FIGURES=to).stdout.startswith(table)

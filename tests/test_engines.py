@@ -2,14 +2,14 @@
 from dataclasses import dataclass, replace
 import numpy as np, pytest, torch
 from torch import nn
-from fedbook.engines import due, leaves, Processes, stack, stacked
+from fedbook.engines import due, Processes, stacked
 from fedbook.errors import Refused
 from fedbook.method import FedAvg, Local, method, METHODS, methods
 from fedbook.models import build, Net
 from fedbook.optim import AdamW, Cosine, SGD
 from fedbook.rounds import begin, run
 from fedbook.streams import seeded
-from fedbook.tensors import flatten
+from fedbook.tensors import flatten, leaves, stack
 from test_rounds import federation, mlp, Remembers, same
 
 def distance(a, b):

@@ -132,6 +132,12 @@ def test_buffers_drop_and_local():
     assert same(state['buffers'], begin(fed)['buffers'])
     for i,r in enumerate(rs): assert same(state['client_buffers'][str(i)], r['buffers']) and same(client_view(fed, state, i, 1).buffers, r['buffers'])
 
+@pytest.mark.parametrize('buffers', ['average','local','drop'])
+def test_only_buffers_that_travel_are_counted(buffers):
+    fed = federation(module=mlp(bn=True), per_round=4, buffers=buffers)
+    w,b = n_bytes(fed.net.weights()),n_bytes(fed.net.buffers())
+    assert {(r['up'], r['down']) for r in replies(fed)[1]}=={(w+b, w+b) if buffers=='average' else (w, w)}
+
 def test_the_buffers_of_others_are_never_touched():
     fed = federation(module=mlp(bn=True))
     state = begin(fed); before = {k: v.clone() for k,v in state['buffers'].items()}
