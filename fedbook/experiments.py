@@ -4,26 +4,26 @@
 
 # %% auto #0
 __all__ = ['COMPUTES', 'Setting', 'local', 'protocol', 'device', 'dataset', 'classifier', 'preparation', 'frozen_features',
-           'network', 'split', 'federation', 'code_fingerprint', 'bare', 'Case', 'run_case', 'device_name',
-           'local_steps', 'estimate', 'timed', 'run_cases', 'progress']
+           'network', 'split', 'federation', 'code_fingerprint', 'bare', 'Case', 'run_case', 'device_name', 'estimate',
+           'timed', 'run_cases', 'progress']
 
-# %% ../nbs/01_foundations/50_experiments.ipynb #fba47a65
-from dataclasses import dataclass, field, replace
+# %% ../nbs/01_foundations/50_experiments.ipynb #51f68c6a
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
-import ast, inspect, json, math, platform, time
+import ast, json, platform, time
 import torch
 from tqdm.auto import tqdm
 import fedbook
 from . import data as datasets, partition as partitions
-from .errors import require
+from .engines import choice, engine as named_engine, local_steps, used
 from .features import cached_features, head_net
 from .files import fingerprint, locked, writing
 from .method import Local, method
 from .models import Net, build, weights_fingerprint
 from .optim import OPTIMISERS, SCHEDULES
 from .results import append, read
-from .rounds import begin, client_round, evaluate, FederatedData, Federation, Protocol, run
+from .rounds import begin, evaluate, FederatedData, Federation, Protocol, ready, run
 from .settings import check_names, Checked, make, setting
 
 # %% ../nbs/01_foundations/50_experiments.ipynb #e9cd9ce6
@@ -163,20 +163,23 @@ class Case:
         "What a finished run is recognised by"
         return fingerprint(self.setting.settings(), seed, dataset(self.setting.data).fingerprint, code_fingerprint())
 
-# %% ../nbs/01_foundations/50_experiments.ipynb #dbe881af
+# %% ../nbs/01_foundations/50_experiments.ipynb #d08bcee4
 def run_case(
     case:Case, # The cell
     seed:int, # The seed
     device:str='cpu', # Where to compute
     checkpoint:Path=None, # Kept up to date after each round, and taken up again
+    engine:str='auto', # A name in `fedbook.engines.ENGINES`; `auto` takes the fastest
     **about, # The record's paper, table, profile and stand_in
 ) -> dict: # A record for `fedbook.results`; its `seconds` are those since the run was last taken up
     "Run one cell with one seed"
     start,s = time.time(),case.setting
-    _,rows = run(federation(s, seed, device), checkpoint)
+    fed = ready(federation(s, seed, device))
+    go = named_engine(choice(fed)[0] if engine=='auto' else engine)
+    _,rows = run(fed, checkpoint, go)
     total = {k: sum(r[3] for r in rows if r[2]==k) for k in ('bytes_up','bytes_down')}
     return dict(fingerprint=case.fingerprint(seed), setting=s.settings(), seed=seed, cell=case.cell, method=s.method['name'], variant=case.variant,
-        rows=rows, **total, seconds=round(time.time()-start, 3), device=device_name(device), data=s.data, model=s.model['name'],
+        rows=rows, **total, seconds=round(time.time()-start, 3), device=device_name(device), engine=used(go), data=s.data, model=s.model['name'],
         code=code_fingerprint(), version=fedbook.__version__, when=time.strftime('%Y-%m-%dT%H:%M:%SZ', time.gmtime()), **about)
 
 # %% ../nbs/01_foundations/50_experiments.ipynb #51cf20a3
@@ -187,25 +190,15 @@ def device_name(
     if device=='cuda': return torch.cuda.get_device_name()
     return f'{torch.get_num_threads()} CPU thread{"s"*(torch.get_num_threads()>1)} ({platform.machine()})'
 
-# %% ../nbs/01_foundations/50_experiments.ipynb #8e417ec4
-def local_steps(
-    fed:Federation, # A run
-) -> float: # Expected over the sampling of clients
-    "The local steps of a whole run"
-    d,l = fed.data,fed.local
-    return fed.protocol.rounds*fed.protocol.per_round*l.epochs*sum(math.ceil(len(c)/l.batch_size) for c in d.clients)/len(d.clients)
-
-# %% ../nbs/01_foundations/50_experiments.ipynb #7b2c8edb
+# %% ../nbs/01_foundations/50_experiments.ipynb #166280a5
 def estimate(
     todo:list, # Pairs of a case and a seed
     device:str='cpu', # Where to compute
 ) -> float: # Seconds
-    "How long runs will take, from the time of one client's epoch and one evaluation"
+    "How long runs will take on their engine, from the time of a local step and of one evaluation"
     if not todo: return 0.
-    fed = federation(todo[0][0].setting, todo[0][1], device)
-    quick,state = replace(fed, local=replace(fed.local, epochs=1)),begin(fed)
-    per_step = timed(lambda: client_round(quick, state, 0, 0))/math.ceil(len(fed.data.clients[0])/fed.local.batch_size)
-    per_score = timed(lambda: evaluate(fed, state, 0))
+    fed = ready(federation(todo[0][0].setting, todo[0][1], device))
+    per_step,per_score = choice(fed)[1],timed(lambda: evaluate(fed, begin(fed), 0))
     def cost(case, seed):
         f = federation(case.setting, seed, device)
         return local_steps(f)*per_step + f.protocol.rounds//f.protocol.evaluate_every*per_score
@@ -219,16 +212,18 @@ def timed(
     f(); start = time.perf_counter(); f()
     return time.perf_counter()-start
 
-# %% ../nbs/01_foundations/50_experiments.ipynb #d077ed23
+# %% ../nbs/01_foundations/50_experiments.ipynb #1fbe3e9f
 def run_cases(
     cases:list[Case], # The cells of a table
     seeds:list[int], # The seeds of each
     folder:Path, # Where rows.jsonl and progress.json go
     device:str='cpu', # Where to compute
+    engine:str='auto', # A name in `fedbook.engines.ENGINES`; `auto` takes the fastest
     **about, # The records' paper, table, profile and stand_in
 ) -> list[dict]: # The records of all cases, in their order
     "Run what is not yet there; every finished run is kept at once, and of an unfinished one every round"
     path = Path(folder)/'rows.jsonl'
+    if engine != 'auto': named_engine(engine) # refuses an unknown name before any work
     with locked(path, timeout=10):
         wanted = {c.fingerprint(s): (c, s) for s in seeds for c in cases}
         done = {r['fingerprint']: r for r in read(path)}
@@ -238,7 +233,7 @@ def run_cases(
         tell(0, expected)
         for n,(case,seed) in enumerate(tqdm(todo, desc=f'about {expected:.0f} s', disable=None), 1):
             part = Path(folder)/f'.{case.fingerprint(seed)}.part'
-            record = run_case(case, seed, device, part, **about)
+            record = run_case(case, seed, device, part, engine, **about)
             append(path, record); done[record['fingerprint']] = record
             part.unlink(missing_ok=True)
             tell(n, (time.time()-start)/n*(len(todo)-n))

@@ -20,7 +20,7 @@ from .errors import choose, nearest, Refused, require
 from .files import writing
 from .streams import stream
 
-# %% ../nbs/01_foundations/40_results.ipynb #f57a1d1f
+# %% ../nbs/01_foundations/40_results.ipynb #46424df5
 FIELDS = dict(
     fingerprint='hash of everything the run depends on, its seed included',
     setting='the settings, as JSON',
@@ -30,7 +30,7 @@ FIELDS = dict(
     cell='coordinates in the table, e.g. {"classes": 5, "epochs": 4, "rounds": 8}',
     rows='[round, client or null, metric, value]; accuracies in percent; null: a value that was not finite',
     bytes_up='bytes sent by all clients together', bytes_down='bytes sent by the server',
-    seconds='wall-clock time', device='where it ran, in words', data='data set', model='network',
+    seconds='wall-clock time', device='where it ran, in words', engine='what went through the clients: a name in `fedbook.engines.ENGINES`', data='data set', model='network',
     stand_in='what replaced the paper\'s choice, in words, e.g. {"data": "...", "model": null}; an empty "scale" says that the printed scale is run',
     code='identifies the source code', version='of fedbook', when='time of the end, ISO 8601')
 

@@ -5,8 +5,7 @@
 # %% auto #0
 __all__ = ['key', 'stream', 'seeded']
 
-# %% ../nbs/01_foundations/01_streams.ipynb #c927b45f
-from contextlib import contextmanager
+# %% ../nbs/01_foundations/01_streams.ipynb #704f49ad
 from hashlib import blake2b
 import numpy as np, torch
 
@@ -27,17 +26,21 @@ def stream(
     "NumPy's generator for the draw named `where`"
     return np.random.default_rng(key(seed, *where))
 
-# %% ../nbs/01_foundations/01_streams.ipynb #82f472ca
-@contextmanager
-def seeded(
-    seed:int, # The run's seed
-    *where, # The draw's name
-    device:str='cpu', # The device whose generator is lent as well
-):
-    "Inside the block PyTorch draws from the stream named `where`; afterwards everything is as before"
-    draws = [torch.default_generator] + ([torch.cuda.default_generators[torch.cuda.current_device()]] if torch.device(device).type=='cuda' else [])
-    before = [g.get_state() for g in draws]
-    for g in draws: g.manual_seed(key(seed, *where))
-    try: yield
-    finally:
-        for g,state in zip(draws, before): g.set_state(state)
+# %% ../nbs/01_foundations/01_streams.ipynb #0b8998b8
+class seeded:
+    "Inside the block PyTorch draws from the stream named `where`, and goes on in it when entered again; afterwards everything is as before"
+    def __init__(self,
+        seed:int, # The run's seed
+        *where, # The draw's name
+        device:str='cpu', # The device whose generator is lent as well
+    ):
+        self.name,self.own,self.lent = (seed, *where),None,[torch.default_generator]
+        if str(device) != 'cpu': self.lent.append(torch.cuda.default_generators[torch.cuda.current_device()])
+
+    def __enter__(self):
+        self.before = [g.get_state() for g in self.lent]
+        for i,g in enumerate(self.lent): g.set_state(self.own[i]) if self.own else g.manual_seed(key(*self.name))
+
+    def __exit__(self, *error):
+        self.own = [g.get_state() for g in self.lent]
+        for g,state in zip(self.lent, self.before): g.set_state(state)

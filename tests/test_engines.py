@@ -1,16 +1,31 @@
 "Every engine gives what the reference gives, for every method there is."
 from dataclasses import dataclass, replace
+import os, warnings
 import numpy as np, pytest, torch
 from torch import nn
-from fedbook.engines import due, Processes, stacked
+from fedbook import engines
+from fedbook.engines import ENGINES, FellBack, Processes, stacked, timetable, Traced
 from fedbook.errors import Refused
 from fedbook.method import FedAvg, Local, method, METHODS, methods
-from fedbook.models import build, Net
-from fedbook.optim import AdamW, Cosine, SGD
-from fedbook.rounds import begin, run
+from fedbook.models import build, Classifier, Net
+from fedbook.optim import Adam, AdamW, Cosine, SGD
+from fedbook.rounds import begin, client_view, ready, run
 from fedbook.streams import seeded
-from fedbook.tensors import flatten, leaves, stack
+from fedbook.tensors import flatten
+from fedbook.trace import Step
 from test_rounds import federation, mlp, Remembers, same
+
+@pytest.fixture(autouse=True)
+def traced_at_once_and_never_fallen_back(monkeypatch):
+    monkeypatch.setattr(Step, 'often', 0)
+    engines.local_step_of.cache_clear()
+    with warnings.catch_warnings(): warnings.simplefilter('error', FellBack); yield
+
+@pytest.fixture
+def one_thread():
+    n = torch.get_num_threads(); torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(n)
 
 def distance(a, b):
     a,b = flatten(a),flatten(b)
@@ -26,76 +41,231 @@ def normed():
     "No bias before BatchNorm: its gradient is zero but for rounding, and Adam would step along the rounding"
     with seeded(0, 'test model'): return nn.Sequential(nn.Linear(6, 8, bias=False), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
 
-LOCALS = dict(sgd=Local(2, 4, SGD(.1, .9, 1e-3)), adamw=Local(2, 5, AdamW(.01), Cosine(per='batch', period=5)), whole=Local(1, 100, SGD(.1), label_smoothing=.1))
+LOCALS = dict(sgd=Local(2, 4, SGD(.1, .9, 1e-3)), plain=Local(3, 4, SGD(.1), Cosine(per='epoch', period=3)), adamw=Local(2, 5, AdamW(.01), Cosine(per='batch', period=5)),
+              adam=Local(1, 4, Adam(.01)), whole=Local(1, 100, SGD(.1), label_smoothing=.1))
+MODULES = dict(plain=mlp, batchnorm=normed, dropout=lambda: mlp(dropout=.4))
+ROUNDING = dict(traced=Traced, stacked=stacked, two=lambda: Traced(2))
 
+@pytest.mark.parametrize('engine', ROUNDING.values(), ids=ROUNDING)
 @pytest.mark.parametrize('local', LOCALS.values(), ids=LOCALS)
-@pytest.mark.parametrize('module', [mlp(), normed()], ids=['plain','batchnorm'])
+@pytest.mark.parametrize('module', MODULES.values(), ids=MODULES)
 @pytest.mark.parametrize('name', sorted(methods()))
-def test_stacked_is_one_by_one(name, module, local):
-    "Unequal clients, unequal numbers of steps, statistics of BatchNorm: 1e-5 in float32, 1e-10 in float64"
+def test_traced_steps_are_one_by_one(name, module, local, engine):
+    "Unequal clients, unequal numbers of steps, statistics of BatchNorm, draws of dropout: 1e-5 in float32, 1e-10 in float64"
     for precision,bound in ((lambda f: f, 1e-5), (precise, 1e-10)):
-        fed = precision(federation(method(name), module=module, local=local))
-        (a,rows),(b,rows_b) = run(fed),run(fed, engine=stacked)
+        fed = precision(federation(method(name), module=module(), local=local))
+        (a,rows),(b,rows_b) = run(fed),run(fed, engine=engine())
         assert distance(a, b) < bound
         assert [r[:3] for r in rows]==[r[:3] for r in rows_b]
+        assert np.allclose([r[3] for r in rows if 'loss' in r[2]], [r[3] for r in rows_b if 'loss' in r[2]], rtol=1e-4)
         assert not same(a['server'], begin(fed)['server'])
 
+@pytest.mark.parametrize('often', [0, 9, 10**6])
+def test_it_does_not_matter_when_a_shape_is_traced(often, monkeypatch):
+    monkeypatch.setattr(Step, 'often', often)
+    fed = precise(federation(sizes=(9,9,14,3,9), per_round=5, module=mlp(bn=True, dropout=.2)))
+    assert distance(run(fed)[0], run(fed, engine=stacked())[0]) < 1e-10
+
+@pytest.mark.parametrize('workers', [1, 2, 3])
 @pytest.mark.parametrize('name', sorted(methods()))
-def test_processes_are_one_by_one_to_the_bit(name):
+def test_processes_are_one_by_one_to_the_bit(name, workers, one_thread):
     fed = federation(method(name), module=mlp(bn=True, dropout=.3))
-    (a,rows),(b,rows_b) = run(fed),run(fed, engine=Processes(2))
+    (a,rows),(b,rows_b) = run(fed),run(fed, engine=Processes(workers))
     assert same(a, b) and rows==rows_b
 
+def test_traced_processes_are_traced_to_the_bit(one_thread):
+    fed = federation(Remembers(), module=mlp(bn=True, dropout=.3), buffers='local')
+    assert same(run(fed, engine=Traced())[0], run(fed, engine=Processes(2, Traced()))[0])
+
+@pytest.mark.parametrize('engine', [Traced, stacked, lambda: Processes(2)])
 @pytest.mark.parametrize('buffers', ['average','local','drop'])
-def test_memory_and_buffers_come_back(buffers):
+def test_memory_and_buffers_come_back(buffers, engine):
     fed = precise(federation(Remembers(), rounds=4, module=mlp(bn=True), buffers=buffers))
-    assert distance(run(fed)[0], run(fed, engine=stacked)[0]) < 1e-10
+    assert distance(run(fed)[0], run(fed, engine=engine())[0]) < 1e-10
 
 @dataclass(frozen=True)
 class Drifts(FedAvg):
     "Uses every seam: memory and message in the loss and in the step, and sends less than it has"
     def client(self, w): return dict(past=dict(w))
-    def start(self, c): return {k: v + .1*c.memory['past'][k] for k,v in c.message['w'].items()}
+    def start(self, c): return {k: v + .1*c.memory['past'][k] + .1*torch.rand_like(v) for k,v in c.message['w'].items()}
     def loss(self, w, batch, c): return super().loss(w, batch, c) + sum(((w[k]-c.memory['past'][k])**2).sum() for k in w)
     def step(self, g, w, c): return {k: g[k] + .01*(w[k]-c.message['w'][k]) for k in g}
-    def finish(self, w, c): return dict(w={k: .5*v for k,v in w.items()}), dict(past=w)
+    def finish(self, w, c): return dict(w={k: .5*v*torch.bernoulli(torch.full_like(v, .9)) for k,v in w.items()}), dict(past=w)
 METHODS.pop('drifts')
 
-def test_every_seam_can_be_stacked():
+@pytest.mark.parametrize('engine', [Traced, stacked, lambda: Processes(2)])
+def test_every_seam_can_be_run(engine):
     fed = precise(federation(Drifts(), rounds=4))
-    assert distance(run(fed)[0], run(fed, engine=stacked)[0]) < 1e-10
+    assert distance(run(fed)[0], run(fed, engine=engine())[0]) < 1e-10
 
-def test_what_a_stacked_client_cannot_see_fails_loudly():
+@dataclass(frozen=True)
+class Peeks(FedAvg):
+    "Looks at what a traced step cannot see"
+    def loss(self, w, batch, c): return super().loss(w, batch, c)*len(c.own)
+@dataclass(frozen=True)
+class Branches(FedAvg):
+    "Decides by a number that a trace does not know"
+    def loss(self, w, batch, c): l = super().loss(w, batch, c); return l if l > 1. else 2*l
+METHODS.pop('peeks'); METHODS.pop('branches')
+
+@pytest.mark.parametrize('m', [Peeks(), Branches()])
+@pytest.mark.parametrize('engine', [Traced, stacked])
+def test_what_cannot_be_traced_is_said_once_and_run_all_the_same(m, engine):
+    fed = federation(m)
+    with pytest.warns(FellBack, match=f'{type(m).__name__} goes one by one') as said: b = run(fed, engine=engine())[0]
+    assert same(run(fed)[0], b) and len(said)==1 and len(str(said[0].message).splitlines())==1
+
+def test_a_wrong_method_fails_in_every_engine():
     @dataclass(frozen=True)
-    class Peeks(FedAvg):
-        def loss(self, w, batch, c): return super().loss(w, batch, c)*len(c.y)
-    METHODS.pop('peeks')
-    with pytest.raises(TypeError): run(federation(Peeks()), engine=stacked)
+    class Wrong(FedAvg):
+        def loss(self, w, batch, c): return w['nothing'].sum()
+    METHODS.pop('wrong')
+    with pytest.warns(FellBack), pytest.raises(KeyError): run(federation(Wrong()), engine=stacked())
+    with pytest.raises(RuntimeError, match="KeyError: 'nothing'"): run(federation(Wrong()), engine=Processes(2))
 
-@pytest.mark.parametrize('name,settings', [('cnn', dict(channels=(3,4), hidden=(5,))), ('resnet18', dict(stem='cifar')), ('vit_tiny32', dict(patch=4, dim=8, depth=1, heads=2))])
-def test_convolutions_and_attention(name, settings):
-    fed = federation(sizes=(5,3), rounds=1, per_round=2, local=Local(1, 3, SGD(.01)))
-    with seeded(0, 'images'): fed.data.x = torch.randn(8, 1, 8, 8).double()
+CONVOLUTIONS = [('cnn', dict(channels=(3,4), hidden=(5,))), ('cnn', dict(channels=(3,), hidden=(5,), dropout=.3, dropout_maps=.5)), ('resnet18', dict(stem='cifar')), ('vit_tiny32', dict(patch=4, dim=8, depth=1, heads=2))]
+
+@pytest.mark.parametrize('engine', [Traced, stacked])
+@pytest.mark.parametrize('name,settings', CONVOLUTIONS)
+def test_convolutions_and_attention(name, settings, engine):
+    fed = federation(sizes=(8,4), rounds=1, per_round=2, local=Local(1, 4, SGD(.01)))
+    with seeded(0, 'images'): fed.data.x = torch.randn(12, 1, 16, 16).double()
     fed.data.test = (fed.data.x, fed.data.y); fed.data.test_clients = None
-    fed = replace(fed, net=Net(build(name, 3, 1, 8, **settings).double()))
-    assert distance(run(fed)[0], run(fed, engine=stacked)[0]) < 1e-9
+    fed = replace(fed, net=Net(build(name, 3, 1, 16, **settings).double()))
+    assert distance(run(fed)[0], run(fed, engine=engine())[0]) < 1e-9
 
-def test_what_cannot_be_stacked_is_said_and_run_all_the_same():
-    fed = federation(module=mlp(dropout=.5))
-    with pytest.warns(UserWarning, match='Dropout') as said: b = run(fed, engine=stacked)[0]
-    assert same(run(fed)[0], b) and len(str(said[0].message).splitlines())==1
-    fed = federation(); fed.data.augment = lambda x: x + torch.randn_like(x)
-    with pytest.warns(UserWarning, match='augmentation'): assert same(run(fed)[0], run(fed, engine=stacked)[0])
+@pytest.mark.parametrize('engine', [Traced, stacked, lambda: Processes(2)])
+def test_augmentation_draws_from_each_client_s_own_stream(engine):
+    fed = precise(federation(module=mlp(dropout=.4))); fed.data.augment = lambda x: x + torch.randn_like(x)
+    assert distance(run(fed)[0], run(fed, engine=engine())[0]) < 1e-10
 
-def test_who_is_due():
-    plans = [[(range(b), None) for b in sizes] for sizes in ((4, 4, 2, 4, 4, 2), (4, 1, 4, 1), (3, 3))]
-    done,steps = [0]*3,0
-    while who := due(plans, done):
-        assert len({len(plans[j][done[j]][0]) for j in who})==1
-        for j in who: done[j] += 1
-        steps += 1
-    assert done==[6, 4, 2] and steps < 12
+def test_bf16_is_near_float32_and_the_same_in_every_engine():
+    fed = federation(local=Local(1, 4, SGD(.1)))
+    half = replace(fed, local=replace(fed.local, precision='bf16'))
+    a,b,c = run(fed)[0],run(half)[0],run(half, engine=stacked())[0]
+    assert 1e-6 < distance(a['server'], b['server']) < .05 and distance(b['server'], c['server']) < .01
+    assert all(v.dtype==torch.float32 for v in b['server']['w'].values())
+    with pytest.raises(Refused, match='bf16'): Local(precision='bf61')
 
-def test_stack_and_leaves():
-    trees = [dict(a=dict(b=torch.tensor([i, i+1.])), c={}) for i in range(3)]
-    assert all(same(leaves(lambda t: t[i], stack(trees)), t) for i,t in enumerate(trees))
+def test_groups_of_a_timetable():
+    fed = federation(sizes=(7,12,20,5), local=Local(2, 4))
+    cs = [client_view(fed, begin(fed), i, 0) for i in (2, 1, 0, 3)]
+    groups = timetable(cs)
+    for j,c in enumerate(cs):
+        own = np.concatenate([g.samples[g.rows.index(j)] for g in groups if j in g.rows])
+        assert sorted(own)==sorted(2*list(c.own.numpy()))
+    assert all(g.rows==sorted(g.rows) and len({len(s) for s in g.samples})==1 for g in groups) and len(groups) < 20
+
+def test_memory_that_runs_out_halves_the_stack(monkeypatch):
+    train,sizes = engines.train,[]
+    def small(fed, cs):
+        sizes.append(len(cs))
+        if len(cs) > 2: raise torch.OutOfMemoryError('CUDA out of memory')
+        return train(fed, cs)
+    monkeypatch.setattr(engines, 'train', small)
+    fed = precise(federation(sizes=(5,6,7,8,9), per_round=5))
+    with pytest.warns(FellBack, match='going on with 2') as said: b = run(fed, engine=stacked())[0]
+    assert distance(run(fed)[0], b) < 1e-10 and sizes==[5] + [2,2,1]*3 and len(said)==1
+    monkeypatch.setattr(engines, 'train', lambda fed, cs: (_ for _ in ()).throw(MemoryError()))
+    with pytest.raises(MemoryError): run(fed, engine=Traced())
+
+@dataclass(frozen=True)
+class Dies(FedAvg):
+    "Ends its process, in one round of one client, until a file is there"
+    marker: str = ''
+    def finish(self, w, c):
+        if c.round==1 and c.id==2 and not os.path.exists(self.marker):
+            if self.marker: open(self.marker, 'w').close()
+            os._exit(1)
+        return super().finish(w, c)
+METHODS.pop('dies')
+
+def test_a_worker_that_dies_is_replaced_and_its_client_run_again(tmp_path, one_thread):
+    fed = federation(Dies(str(tmp_path/'died')), per_round=4)
+    with pytest.warns(UserWarning, match='A worker process died'): b = run(fed, engine=Processes(2))[0]
+    assert same(run(fed)[0], b)
+
+def test_a_client_that_ends_every_worker_is_an_error_and_not_an_endless_run():
+    with pytest.warns(UserWarning, match='died'), pytest.raises(RuntimeError, match='ended three worker processes'): run(federation(Dies(), per_round=4), engine=Processes(2))
+    assert all(not t.workers for t in engines.TEAMS.values())
+
+def test_no_worker_outlives_its_run(one_thread):
+    fed = federation(); run(fed, engine=Processes(2))
+    pids = [w.process.pid for t in engines.TEAMS.values() for w in t.workers]
+    assert len(pids) >= 2
+    del fed
+    assert not any(os.path.exists(f'/proc/{p}') for p in pids) and not engines.TEAMS
+
+def test_an_unknown_engine_names_the_nearest():
+    with pytest.raises(Refused, match='stacked'): engines.engine('staked')
+
+def images(frozen=(), **settings):
+    "A federation of byte images"
+    fed = federation(sizes=(8,6), per_round=2, rounds=2, local=Local(2, 4, SGD(.1)))
+    draw = torch.Generator().manual_seed(1)
+    fed.data.x = torch.randint(0, 256, (14, 1, 8, 8), generator=draw).to(torch.uint8); fed.data.test = (fed.data.x, fed.data.y)
+    fed.data.test_clients = [np.arange(8), np.arange(8, 14)]; fed.data.prepare = lambda x: x/255.
+    return replace(fed, net=Net(build('cnn', 3, 1, 8, channels=(4,), hidden=(6,), **settings), frozen=frozen))
+
+@pytest.mark.parametrize('engine', ENGINES)
+def test_a_frozen_body_computes_its_features_once(engine, monkeypatch):
+    calls,fed = [],images('body')
+    features = Net.features
+    lazy = replace(fed, data=replace(fed.data, augment=lambda x: x)) # what is augmented is not made ready
+    assert ready(lazy) is lazy
+    a,b = run(lazy),run(fed, engine=engines.engine(engine))
+    assert distance(a[0], b[0]) < 1e-5 and [r[:3] for r in a[1]]==[r[:3] for r in b[1]]
+    assert ready(fed).data.x.shape==(14, 6) and list(ready(fed).net.weights())==['head.weight','head.bias']
+    assert ready(fed).data.x is ready(fed).data.x
+
+def test_what_is_prepared_once_is_what_is_prepared_every_time(monkeypatch):
+    fed = images()
+    assert ready(fed).data.x.dtype==torch.float32
+    a = run(fed)
+    monkeypatch.setattr('fedbook.rounds.AT_ONCE', 100)
+    assert ready(fed) is fed
+    b = run(fed)
+    assert same(a[0], b[0]) and a[1]==b[1]
+    monkeypatch.setattr(engines, 'AT_ONCE', 1000) # a few samples at a time
+    assert distance(a[0], run(fed, engine=stacked())[0]) < 1e-5
+
+def long(fed): return replace(fed, protocol=replace(fed.protocol, rounds=10**7))
+
+@pytest.fixture
+def machine(monkeypatch, tmp_path):
+    monkeypatch.setenv('FEDBOOK_DATA', str(tmp_path)); monkeypatch.setattr(engines, 'CHOICES', {})
+    return tmp_path
+
+def test_a_short_run_is_not_worth_a_trial_and_a_slow_step_neither(machine, monkeypatch):
+    assert list(engines.measure(federation()))==['one_by_one']
+    assert {'one_by_one','stacked'} <= set(engines.measure(long(federation())))
+    monkeypatch.setattr(engines, 'LONG', 0.)
+    assert list(engines.measure(long(federation())))==['one_by_one']
+
+def test_the_fastest_is_chosen_once_and_remembered(machine, monkeypatch):
+    calls,times = [],dict(one_by_one=2., stacked=1., traced=3.)
+    monkeypatch.setattr(engines, 'measure', lambda fed: calls.append(1) or times)
+    fed = long(federation())
+    assert engines.choice(fed)==engines.choice(replace(fed))==('stacked', 1.) and len(calls)==1
+    monkeypatch.setattr(engines, 'CHOICES', {})
+    assert engines.choice(fed)==('stacked', 1.) and len(calls)==1
+    assert engines.choice(replace(fed, local=Local(1, 3)))[0]=='stacked' and len(calls)==2
+    for text in ('{"a": 1}', '[', '[1]', '{"%s": ["gone", 1]}' % engines.kind(fed)):
+        (machine/'engines.json').write_text(text); engines.CHOICES.clear()
+        assert engines.choice(fed)[0]=='stacked'
+
+def test_a_folder_without_permission_does_not_matter(monkeypatch):
+    monkeypatch.setenv('FEDBOOK_DATA', '/proc/nothing'); monkeypatch.setattr(engines, 'CHOICES', {})
+    assert engines.choice(federation())[0]=='one_by_one'
+
+def test_one_thread_is_not_divided_among_processes(one_thread):
+    assert engines.possible(federation())==['one_by_one','stacked','traced']
+
+def test_convolutions_are_tried_in_processes_first():
+    if torch.get_num_threads() > 1: assert engines.possible(images())[:3]==['one_by_one','processes','traced_processes']
+
+@pytest.mark.parametrize('name', ENGINES)
+def test_what_ran_is_named(name):
+    e = engines.engine(name)
+    assert engines.used(e)==name
+    if isinstance(e, Traced): e.obstacle = 'x'; assert engines.used(e)=='one_by_one'

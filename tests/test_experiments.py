@@ -94,7 +94,7 @@ def test_a_run_goes_on_at_the_round_where_it_was_killed(tmp_path, monkeypatch):
         def on_round(r):
             rounds.append(r)
             if r==last: raise Killed
-        return lambda fed, checkpoint: f(fed, checkpoint, on_round=on_round)
+        return lambda fed, checkpoint, engine: f(fed, checkpoint, engine, on_round=on_round)
     monkeypatch.setattr(E, 'run', watched(3))
     with pytest.raises(Killed): run_cases([case], [0], tmp_path, **ABOUT)
     assert not (tmp_path/'rows.jsonl').exists()

@@ -12,7 +12,7 @@ def run(seed=0, classes=5, acc=35., loss=8., method='fedavg', **changes):
     "A record that ends at `acc` and `loss`"
     rows = [[1, None, 'accuracy', acc+9], [2, None, 'accuracy', acc], [2, None, 'loss', loss]]
     return dict(fingerprint=f'{method}{classes}-{seed}', setting=dict(lr=.03), seed=seed, paper='000', table='table7', profile='paper', method=method,
-        variant='intended', cell=dict(classes=classes, epochs=4), rows=rows, bytes_up=1, bytes_down=2, seconds=1.5, device='cpu', data='cifar100',
+        variant='intended', cell=dict(classes=classes, epochs=4), rows=rows, bytes_up=1, bytes_down=2, seconds=1.5, device='cpu', engine='one_by_one', data='cifar100',
         model='vit', stand_in=dict(data=None, model=None), code='c0de', version='0.1.0', when='2026-01-01T00:00:00') | changes
 
 @pytest.fixture

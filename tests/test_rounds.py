@@ -55,12 +55,12 @@ def test_one_client_is_local_training(local):
         module.load_state_dict(w)
         make = torch.optim.AdamW if isinstance(f, AdamW) else lambda p, lr: torch.optim.SGD(p, lr, f.momentum)
         opt = make(module.parameters(), lr=f.lr); [g.update(weight_decay=f.weight_decay) for g in opt.param_groups]
-        for batch,clock in batches(c):
+        for batch,scale in batches(c):
             def loss(z): return nn.functional.cross_entropy(z, batch['y'], label_smoothing=local.label_smoothing)
             g,_ = gradient(lambda w: loss(c.logits(w, batch['x'])), w)
-            w,s = f.update(w, g, s, local.schedule(**clock))
+            w,s = f.update(w, g, s, scale)
             opt.zero_grad(); loss(module(batch['x'])).backward()
-            for group in opt.param_groups: group['lr'] = f.lr*local.schedule(**clock)
+            for group in opt.param_groups: group['lr'] = f.lr*scale
             opt.step()
     assert same(run(fed)[0]['server']['w'], w)
     for k,v in module.state_dict().items(): assert torch.allclose(v, w[k], atol=1e-5)
@@ -196,9 +196,9 @@ def test_test_images_never_reach_training():
 def test_batches_cover_every_sample_once_an_epoch():
     fed = federation(local=Local(3, 4))
     c = client_view(fed, begin(fed), 1, 0)
-    epochs = {}
-    for b,clock in batches(c): epochs.setdefault(clock['epoch'], []).append(b['x'])
-    xs = [torch.cat(v) for v in epochs.values()]
+    every = torch.cat([b['x'] for b,_ in batches(c)])
+    xs = every.split(len(c.own))
+    assert len(xs)==3
     assert all(torch.equal(x.sort(0).values, c.x.sort(0).values) for x in xs) and not torch.equal(xs[0], xs[1])
 
 def test_clients_of_one_size_have_orders_of_their_own():
