@@ -4,7 +4,10 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 TMP    := $(abspath $(VENV))/tmp
 
-.PHONY: book test env readme
+# `make bench` times everything and writes figures/scale/speed; other frameworks join in with e.g. PEERS='{pfl: /path/to/its/python}'.
+PEERS  ?= {}
+
+.PHONY: book test env readme bench
 
 book: env
 	$(BIN)/fedbook reproduce --profile smoke
@@ -17,6 +20,11 @@ test: export OMP_NUM_THREADS = 1
 test: env
 	nbdev_test --n_workers 2
 	env -u FEDBOOK_FIGURES python -m pytest
+
+bench: env
+	mkdir -p figures/scale/speed
+	PATH="$(abspath $(BIN)):$$PATH" papermill nbs/05_scale/speed.ipynb figures/scale/speed/notebook.ipynb --cwd nbs/05_scale --no-progress-bar -y "{workloads: [softmax, mlp, cnn64, cnn512, resnet18, frozen], repeats: 5, seconds: .3, half: true, \
+		per_round: [5, 10, 20, 50, 100], clients: [100, 1000, 10000, 100000], folder: ../../figures/scale/speed, peers: $(PEERS)}"
 
 readme: env
 	$(BIN)/python tests/readme.py

@@ -163,7 +163,7 @@ class Case:
         "What a finished run is recognised by"
         return fingerprint(self.setting.settings(), seed, dataset(self.setting.data).fingerprint, code_fingerprint())
 
-# %% ../nbs/01_foundations/50_experiments.ipynb #d08bcee4
+# %% ../nbs/01_foundations/50_experiments.ipynb #11457bdc
 def run_case(
     case:Case, # The cell
     seed:int, # The seed
@@ -175,7 +175,7 @@ def run_case(
     "Run one cell with one seed"
     start,s = time.time(),case.setting
     fed = ready(federation(s, seed, device))
-    go = named_engine(choice(fed)[0] if engine=='auto' else engine)
+    go = named_engine(choice(fed)[0] if engine=='auto' else engine, device)
     _,rows = run(fed, checkpoint, go)
     total = {k: sum(r[3] for r in rows if r[2]==k) for k in ('bytes_up','bytes_down')}
     return dict(fingerprint=case.fingerprint(seed), setting=s.settings(), seed=seed, cell=case.cell, method=s.method['name'], variant=case.variant,
@@ -212,7 +212,7 @@ def timed(
     f(); start = time.perf_counter(); f()
     return time.perf_counter()-start
 
-# %% ../nbs/01_foundations/50_experiments.ipynb #1fbe3e9f
+# %% ../nbs/01_foundations/50_experiments.ipynb #66a0f3ce
 def run_cases(
     cases:list[Case], # The cells of a table
     seeds:list[int], # The seeds of each
@@ -223,7 +223,7 @@ def run_cases(
 ) -> list[dict]: # The records of all cases, in their order
     "Run what is not yet there; every finished run is kept at once, and of an unfinished one every round"
     path = Path(folder)/'rows.jsonl'
-    if engine != 'auto': named_engine(engine) # refuses an unknown name before any work
+    if engine != 'auto': named_engine(engine, device) # refuses what cannot run before any work
     with locked(path, timeout=10):
         wanted = {c.fingerprint(s): (c, s) for s in seeds for c in cases}
         done = {r['fingerprint']: r for r in read(path)}

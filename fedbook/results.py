@@ -138,7 +138,7 @@ def read(
         except (ValueError, KeyError, TypeError): raise Refused(f'{path} line {i} is not a whole record; delete that line, or restore the file.') from None
     return list(found.values())
 
-# %% ../nbs/01_foundations/40_results.ipynb #08a923e9
+# %% ../nbs/01_foundations/40_results.ipynb #6e03da61
 def tidy(
     records:list[dict], # What `read` returns
 ): # DataFrame; a cell's coordinates are columns of their own, `value` is NaN where it was not finite
@@ -146,7 +146,7 @@ def tidy(
     import pandas as pd
     cells = dict.fromkeys(k for r in records for k in r['cell'])
     front,back = ['paper','table',*cells,'method','variant','seed'],['round','client','metric','value']
-    rest = ['bytes_up','bytes_down','seconds','profile','device','data','model','stand_in','fingerprint','code','version','when']
+    rest = ['bytes_up','bytes_down','seconds','profile','device','engine','data','model','stand_in','fingerprint','code','version','when']
     def row(r, values): return {**r, **dict.fromkeys(cells), **r['cell'], **dict(zip(back, values)), 'stand_in': '; '.join(stand_ins(r))}
     frame = pd.DataFrame([row(r, v) for r in records for v in r['rows']], columns=[*front, *back, *rest])
     return frame.astype(dict(client='Int64', value=float))
@@ -291,17 +291,17 @@ class Comparison(Table):
         t = t.assign(ours=t['ours']+ends).rename(columns={'ours': 'ours [95 %]'})
         return Table(t.drop(columns=['metric','low','high','difference']), f'{self.title} {metric.capitalize()}.'.strip(), self.notes)
 
-# %% ../nbs/01_foundations/40_results.ipynb #7a28a1d2
+# %% ../nbs/01_foundations/40_results.ipynb #58dbce7e
 def provenance(
     records:list[dict], # The runs of one table
 ) -> dict: # Each list in order of appearance
     "What the runs of a table were"
     def all_of(k): return list(dict.fromkeys(r[k] for r in records))
     return dict(profile=all_of('profile'), data=all_of('data'), model=all_of('model'), method=all_of('method'), variant=all_of('variant'),
-        stand_in=list(dict.fromkeys(w for r in records for w in stand_ins(r))), seeds=sorted(all_of('seed')), device=all_of('device'),
+        stand_in=list(dict.fromkeys(w for r in records for w in stand_ins(r))), seeds=sorted(all_of('seed')), device=all_of('device'), engine=all_of('engine'),
         seconds=sum(r['seconds'] for r in records), version=all_of('version'), code=all_of('code'), runs=sorted(all_of('fingerprint')))
 
-# %% ../nbs/01_foundations/40_results.ipynb #037cb440
+# %% ../nbs/01_foundations/40_results.ipynb #a87a7791
 def notes_of(
     p:dict, # What `provenance` returns; `at` is the choice of round
 ) -> list[str]: # One sentence per line
@@ -312,7 +312,7 @@ def notes_of(
             + ('last round' if p.get('at', 'last')=='last' else 'round with the best validation accuracy') + '; 95 % percentile bootstrap over seeds.',
             f'Data: {words("data")}. Model: {words("model")}. Method: {words("method")} ({words("variant")}).',
             'Stand-ins: '+'; '.join(p['stand_in'])+'.' if p['stand_in'] else 'No stand-ins: data, model and scale are the paper\'s.',
-            f'Device: {words("device")}; {p["seconds"]:.0f} s in total; fedbook {words("version")}, code {words("code")}.']
+            f'Device: {words("device")}; engine: {words("engine")}; {p["seconds"]:.0f} s in total; fedbook {words("version")}, code {words("code")}.']
 
 # %% ../nbs/01_foundations/40_results.ipynb #d85170fb
 def coordinate(

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['AT_ONCE', 'Protocol', 'FederatedData', 'Federation', 'begin', 'sample_clients', 'gradient', 'n_bytes', 'client_view',
            'local_step', 'draws', 'begin_client', 'end_client', 'client_round', 'merge_buffers', 'one_by_one',
-           'one_round', 'score', 'means', 'evaluate', 'evaluate_personal', 'as_is', 'ready', 'converted',
+           'one_round', 'score', 'means', 'evaluate', 'evaluate_personal', 'shared', 'as_is', 'ready', 'converted',
            'sample_bytes', 'body_features', 'run', 'resume']
 
 # %% ../nbs/01_foundations/31_rounds.ipynb #e46e488b
@@ -275,21 +275,29 @@ def evaluate(
         rows += [[r, None, 'val_accuracy', 100*right.double().mean().item()], [r, None, 'val_loss', loss.mean().item()]]
     return rows
 
-# %% ../nbs/01_foundations/31_rounds.ipynb #5460aed8
+# %% ../nbs/01_foundations/31_rounds.ipynb #7f51cb1e
 def evaluate_personal(
     fed:Federation, # The run; its data must have `test_clients`
     state:dict, # Its state
     r:int, # Rounds done
 ) -> list: # Rows [round, client, 'personal_accuracy', percent]
     "Each client's personal model on its own part of the test set"
-    rows,(x,y) = [],fed.data.test
-    for i,idx in enumerate(fed.data.test_clients):
-        if not len(idx): continue
+    rows,(x,y),parts = [],fed.data.test,{i: idx for i,idx in enumerate(fed.data.test_clients) if len(idx)}
+    if shared(fed):
+        right,_ = score(fed.net, state['server']['w'], state['buffers'], x, y, fed.data.prepare)
+        return [[r, i, 'personal_accuracy', 100*a] for i,a in zip(parts, means(right, list(parts.values())))]
+    for i,idx in parts.items():
         c = client_view(fed, state, i, r)
         with seeded(fed.seed, 'adapting', i, device=str(x.device)): w = fed.method.adapt(fed.method.personal(state['server'], c.memory), c)
         right,_ = score(fed.net, w, c.buffers, x[idx], y[idx], fed.data.prepare)
         rows.append([r, i, 'personal_accuracy', 100*right.double().mean().item()])
     return rows
+
+# %% ../nbs/01_foundations/31_rounds.ipynb #1bfaa8bf
+def shared(fed:Federation) -> bool:
+    "Are all clients scored on the global model, which needs to be scored but once?"
+    m = type(fed.method)
+    return m.personal is FedAvg.personal and m.adapt is FedAvg.adapt and fed.protocol.buffers != 'local'
 
 # %% ../nbs/01_foundations/31_rounds.ipynb #1d15443f
 AT_ONCE = 2**26 # Bytes of prepared samples that are kept, training and test together

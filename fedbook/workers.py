@@ -104,7 +104,7 @@ def serve(work, line, common, box, other):
         except Exception as e: reply = False,RuntimeError(f'{type(e).__name__}: {e}\nin a worker process:\n{traceback.format_exc()}')
         line.send(reply)
 
-# %% ../nbs/01_foundations/33_workers.ipynb #dffd95fd
+# %% ../nbs/01_foundations/33_workers.ipynb #02241037
 class Team:
     "`n` workers for one function; raises `Refused` where processes cannot be forked"
     def __init__(self, work, n:int):
@@ -117,8 +117,10 @@ class Team:
         items:list, # One job each
     ) -> list: # Results in the order of `items`, with tensors of their own
         "`work(shared, item)` for all items; raises `RuntimeError` with a worker's error, or when one item ends three workers"
+        threads = torch.get_num_threads(); torch.set_num_threads(1)
         try: return hand_out(self, pack(shared, self.common), items)
         except BaseException: self.close(); raise
+        finally: torch.set_num_threads(threads)
 
     def close(self):
         "End all workers"

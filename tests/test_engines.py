@@ -269,3 +269,40 @@ def test_what_ran_is_named(name):
     e = engines.engine(name)
     assert engines.used(e)==name
     if isinstance(e, Traced): e.obstacle = 'x'; assert engines.used(e)=='one_by_one'
+
+def test_processes_are_refused_on_a_gpu_before_any_work(tmp_path):
+    from fedbook.experiments import Case, run_cases, Setting
+    with pytest.raises(Refused, match='cannot share a GPU'): engines.engine('traced_processes', 'cuda')
+    case = Case({}, Setting('fashion_mnist_mini'))
+    for name,device,words in (('processes','cuda','cannot share a GPU'), ('staked','cpu',"'stacked'")):
+        with pytest.raises(Refused, match=words): run_cases([case], [0], tmp_path, device, name)
+    assert not list(tmp_path.iterdir())
+
+def test_what_a_client_keeps_does_not_hold_the_stack():
+    fed = federation(Remembers(), module=mlp(bn=True), buffers='local')
+    state = run(fed, engine=stacked())[0]
+    for t in flatten(dict(m=state['memory'], b=state['client_buffers'])).values(): assert t.untyped_storage().nbytes()==t.nbytes
+
+KILLED = """
+import sys, time
+sys.path.insert(0, sys.argv[1])
+from test_rounds import federation
+from fedbook import engines, rounds
+fed = federation(rounds=10**6)
+def told(r):
+    if r==2: print(*[w.process.pid for t in engines.TEAMS.values() for w in t.workers], flush=True)
+rounds.run(fed, engine=engines.Processes(2), on_round=told)
+"""
+
+def test_workers_end_when_their_parent_is_killed():
+    import subprocess, sys, time
+    from pathlib import Path
+    parent = subprocess.Popen([sys.executable, '-c', KILLED, str(Path(__file__).parent)], stdout=subprocess.PIPE, text=True)
+    pids = parent.stdout.readline().split()
+    assert len(pids)==2 and all(os.path.exists(f'/proc/{p}') for p in pids)
+    parent.kill(); parent.wait()
+    def alive(): return [p for p in pids if os.path.exists(f'/proc/{p}') and open(f'/proc/{p}/stat').read().split()[2]!='Z']
+    for _ in range(100):
+        if not alive(): break
+        time.sleep(.1)
+    assert not alive()

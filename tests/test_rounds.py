@@ -226,3 +226,17 @@ def test_every_registered_method_runs_and_is_deterministic():
 def test_refusals(bad):
     with pytest.raises(Refused) as e: bad()
     assert len(str(e.value).split('\n'))==1
+
+@pytest.mark.parametrize('buffers', ['average','local'])
+def test_clients_with_the_global_model_are_scored_together(buffers, monkeypatch):
+    from fedbook import rounds
+    fed = federation(module=mlp(bn=True), buffers=buffers)
+    rows = run(fed)[1]
+    assert rounds.shared(fed)==(buffers=='average')
+    monkeypatch.setattr(rounds, 'shared', lambda fed: False)
+    assert run(fed)[1]==rows
+
+def test_means_of_segments():
+    from fedbook.rounds import means
+    values,parts = torch.rand(50),[np.array([3]), [0, 49, 0], range(5, 20)]
+    assert means(values, parts)==pytest.approx([values[list(p)].mean().item() for p in parts])
