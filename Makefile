@@ -22,8 +22,8 @@ test: env
 	env -u FEDBOOK_FIGURES python -m pytest
 
 bench: env
-	mkdir -p figures/scale/speed
-	PATH="$(abspath $(BIN)):$$PATH" papermill nbs/05_scale/speed.ipynb figures/scale/speed/notebook.ipynb --cwd nbs/05_scale --no-progress-bar -y "{workloads: [softmax, mlp, cnn64, cnn512, resnet18, frozen], repeats: 5, seconds: .3, half: true, \
+	mkdir -p $(TMP) figures/scale/speed
+	PATH="$(abspath $(BIN)):$$PATH" papermill nbs/05_scale/speed.ipynb $(TMP)/speed.ipynb --cwd nbs/05_scale --no-progress-bar -y "{workloads: [softmax, mlp, cnn64, cnn512, resnet18, frozen], repeats: 5, seconds: .3, half: true, \
 		per_round: [5, 10, 20, 50, 100], clients: [100, 1000, 10000, 100000], folder: ../../figures/scale/speed, peers: $(PEERS)}"
 
 readme: env
