@@ -18,7 +18,6 @@ from test_rounds import federation, mlp, Remembers, same
 @pytest.fixture(autouse=True)
 def traced_at_once_and_never_fallen_back(monkeypatch):
     monkeypatch.setattr(Step, 'often', 0)
-    engines.local_step_of.cache_clear()
     with warnings.catch_warnings(): warnings.simplefilter('error', FellBack); yield
 
 @pytest.fixture
@@ -306,3 +305,12 @@ def test_workers_end_when_their_parent_is_killed():
         if not alive(): break
         time.sleep(.1)
     assert not alive()
+
+def test_a_stack_is_no_larger_than_the_cache(monkeypatch):
+    train,sizes = engines.train,[]
+    monkeypatch.setattr(engines, 'train', lambda fed, cs: sizes.append(len(cs)) or train(fed, cs))
+    fed = precise(federation(sizes=(5,6,7,8,9), per_round=5, rounds=1))
+    bytes_ = 8*sum(w.numel() for w in fed.net.weights().values())
+    for cache,expected in ((2*bytes_, [2,2,1]), (bytes_//2, [1]*5), (9*bytes_, [5])):
+        monkeypatch.setattr(engines, 'CACHE', cache); sizes.clear()
+        assert distance(run(fed)[0], run(fed, engine=stacked())[0]) < 1e-10 and sizes==expected

@@ -3,7 +3,6 @@ from dataclasses import dataclass
 import pytest, torch
 from torch import nn
 from torch.utils._pytree import tree_flatten
-from fedbook import engines
 from fedbook.engines import FellBack, stacked, Traced
 from fedbook.method import FedAvg, Local, METHODS
 from fedbook.models import build, Net
@@ -18,7 +17,7 @@ ONE = torch.tensor(1., dtype=torch.float64)
 
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch):
-    monkeypatch.setattr(Step, 'often', 0); engines.local_step_of.cache_clear()
+    monkeypatch.setattr(Step, 'often', 0)
 
 def step_of(net, local=Local()):
     w = net.weights()
