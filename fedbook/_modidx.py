@@ -92,7 +92,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                  'fedbook.engines.possible': ('01_foundations/engines.html#possible', 'fedbook/engines.py'),
                                  'fedbook.engines.replies_of': ('01_foundations/engines.html#replies_of', 'fedbook/engines.py'),
                                  'fedbook.engines.round_seconds': ('01_foundations/engines.html#round_seconds', 'fedbook/engines.py'),
-                                 'fedbook.engines.separate': ('01_foundations/engines.html#separate', 'fedbook/engines.py'),
                                  'fedbook.engines.side_by_side': ('01_foundations/engines.html#side_by_side', 'fedbook/engines.py'),
                                  'fedbook.engines.stacked': ('01_foundations/engines.html#stacked', 'fedbook/engines.py'),
                                  'fedbook.engines.steps': ('01_foundations/engines.html#steps', 'fedbook/engines.py'),

@@ -4,11 +4,11 @@
 
 # %% auto #0
 __all__ = ['CACHE', 'NO_GPU', 'TEAMS', 'ENGINES', 'BUDGET', 'SHORT', 'LONG', 'CHOICES', 'Group', 'timetable', 'parcels', 'steps',
-           'augmented', 'side_by_side', 'separate', 'train', 'apart', 'local_step_of', 'replies_of', 'kept', 'follow',
-           'FellBack', 'out_of_memory', 'Traced', 'give_up', 'halve', 'stacked', 'Processes', 'team_of', 'disband',
-           'engine', 'used', 'possible', 'trial', 'round_seconds', 'measure', 'local_steps', 'kind', 'choice']
+           'augmented', 'side_by_side', 'train', 'apart', 'local_step_of', 'replies_of', 'kept', 'follow', 'FellBack',
+           'out_of_memory', 'Traced', 'give_up', 'halve', 'stacked', 'Processes', 'team_of', 'disband', 'engine',
+           'used', 'possible', 'trial', 'round_seconds', 'measure', 'local_steps', 'kind', 'choice']
 
-# %% ../nbs/01_foundations/34_engines.ipynb #87ae7af8
+# %% ../nbs/01_foundations/34_engines.ipynb #e4d0dd9b
 from dataclasses import dataclass, replace
 import json, platform, time, warnings, weakref
 import numpy as np, torch
@@ -17,7 +17,7 @@ from .files import data_dir, fingerprint, writing
 from .method import Client, FedAvg, Local, plan
 from .models import Net
 from .rounds import AT_ONCE, begin, begin_client, client_view, draws, end_client, FederatedData, Federation, n_bytes, one_by_one, ready, sample_bytes
-from .tensors import channels_last, leaves
+from .tensors import channels_last, clone, leaves
 from .trace import Bound, Step
 from .workers import Team
 
@@ -81,12 +81,7 @@ def side_by_side(
     "Trees of many clients as one"
     return leaves(lambda *ts: ts[0].expand(len(ts), *ts[0].shape) if all(t is ts[0] for t in ts) else torch.stack(ts), *trees)
 
-# %% ../nbs/01_foundations/34_engines.ipynb #9fe204e7
-def separate(tree:dict) -> dict:
-    "The same in memory of its own, which can be changed"
-    return leaves(torch.clone, tree)
-
-# %% ../nbs/01_foundations/34_engines.ipynb #d465e722
+# %% ../nbs/01_foundations/34_engines.ipynb #a2f8fe60
 def train(
     fed:Federation, # The run
     cs:list[Client], # Clients
@@ -95,7 +90,7 @@ def train(
     opt,order = fed.local.optimiser,sorted(range(len(cs)), key=lambda j: -len(cs[j].own))
     cs = [cs[j] for j in order]
     ws = [begin_client(fed, c) for c in cs]
-    carry = tuple(separate(side_by_side(trees)) for trees in (ws, [opt.init(w) for w in ws], [c.buffers for c in cs]))
+    carry = tuple(clone(side_by_side(trees)) for trees in (ws, [opt.init(w) for w in ws], [c.buffers for c in cs]))
     given = side_by_side([c.message for c in cs]),side_by_side([c.memory for c in cs])
     streams = [draws(fed, c, 'train') for c in cs]
     losses = follow(fed, Bound(local_step_of(fed.method, fed.local, fed.net), carry, given, streams), timetable(cs), streams)
