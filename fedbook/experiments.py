@@ -7,7 +7,7 @@ __all__ = ['COMPUTES', 'Setting', 'local', 'protocol', 'device', 'dataset', 'cla
            'network', 'split', 'federation', 'code_fingerprint', 'bare', 'Case', 'run_case', 'device_name', 'estimate',
            'timed', 'run_cases', 'progress']
 
-# %% ../nbs/01_foundations/50_experiments.ipynb #51f68c6a
+# %% ../nbs/01_foundations/50_experiments.ipynb #242d0ec9
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -19,7 +19,7 @@ from . import data as datasets, partition as partitions
 from .engines import choice, engine as named_engine, local_steps, used
 from .features import cached_features, head_net
 from .files import fingerprint, locked, writing
-from .method import Local, method
+from .method import combined, Local, method
 from .models import Net, build, weights_fingerprint
 from .optim import OPTIMISERS, SCHEDULES
 from .results import append, read
@@ -130,13 +130,16 @@ def federation(
     data = FederatedData(x, y, [train[c] for c in parts.clients], (tx,ty), (x[val],y[val]) if len(val) else None, own, prepare)
     return Federation(method(**s.method), net, data, local(**s.local), protocol(**s.protocol), seed)
 
-# %% ../nbs/01_foundations/50_experiments.ipynb #4642afbd
-COMPUTES = ('streams','tensors','settings','data','partition','models','optim','features','method','rounds','methods/*')
+# %% ../nbs/01_foundations/50_experiments.ipynb #856fe9ec
+COMPUTES = ('streams','tensors','settings','data','partition','models','optim','features','method','rounds')
 
-@lru_cache(maxsize=1)
-def code_fingerprint() -> str: # 16 hexadecimal digits
-    "A hash of the code that numbers depend on, without its comments and docstrings"
-    files = sorted(p for m in COMPUTES for p in Path(fedbook.__file__).parent.glob(f'{m}.py'))
+@lru_cache(maxsize=None)
+def code_fingerprint(
+    name:str, # A method's name
+) -> str: # 16 hexadecimal digits
+    "A hash of the code that a method's numbers depend on, without its comments and docstrings"
+    own = {c.__module__.removeprefix('fedbook.') for c in combined(*name.split('+')).__mro__ if c.__module__.startswith('fedbook.methods.')}
+    files = [Path(fedbook.__file__).parent/f'{m.replace(".", "/")}.py' for m in (*COMPUTES, *sorted(own))]
     return fingerprint(*(bare(p.read_text()) for p in files))
 
 # %% ../nbs/01_foundations/50_experiments.ipynb #a6645eff
@@ -151,7 +154,7 @@ def bare(
             node.body = body[1:] or [ast.Pass()]
     return ast.unparse(tree)
 
-# %% ../nbs/01_foundations/50_experiments.ipynb #ccd34778
+# %% ../nbs/01_foundations/50_experiments.ipynb #7b0ecc2f
 @dataclass(frozen=True)
 class Case:
     "One cell of a table, and how to fill it"
@@ -161,9 +164,10 @@ class Case:
 
     def fingerprint(self, seed:int) -> str: # 16 hexadecimal digits
         "What a finished run is recognised by"
-        return fingerprint(self.setting.settings(), seed, dataset(self.setting.data).fingerprint, code_fingerprint())
+        s = self.setting
+        return fingerprint(s.settings(), seed, dataset(s.data).fingerprint, code_fingerprint(s.method['name']))
 
-# %% ../nbs/01_foundations/50_experiments.ipynb #11457bdc
+# %% ../nbs/01_foundations/50_experiments.ipynb #afb19406
 def run_case(
     case:Case, # The cell
     seed:int, # The seed
@@ -180,7 +184,7 @@ def run_case(
     total = {k: sum(r[3] for r in rows if r[2]==k) for k in ('bytes_up','bytes_down')}
     return dict(fingerprint=case.fingerprint(seed), setting=s.settings(), seed=seed, cell=case.cell, method=s.method['name'], variant=case.variant,
         rows=rows, **total, seconds=round(time.time()-start, 3), device=device_name(device), engine=used(go), data=s.data, model=s.model['name'],
-        code=code_fingerprint(), version=fedbook.__version__, when=time.strftime('%Y-%m-%dT%H:%M:%SZ', time.gmtime()), **about)
+        code=code_fingerprint(s.method['name']), version=fedbook.__version__, when=time.strftime('%Y-%m-%dT%H:%M:%SZ', time.gmtime()), **about)
 
 # %% ../nbs/01_foundations/50_experiments.ipynb #51cf20a3
 def device_name(

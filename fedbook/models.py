@@ -5,14 +5,14 @@
 # %% auto #0
 __all__ = ['PAPER_CNNS', 'MODELS', 'Classifier', 'n_parameters', 'table', 'softmax', 'mlp', 'add_linear', 'cnn', 'resnet', 'vit',
            'timm_model', 'timm_config', 'builder', 'build', 'lies_in', 'Net', 'read_weights', 'load_body',
-           'weights_fingerprint', 'local_weights', 'hub_weights', 'reachable', 'load_pretrained']
+           'weights_fingerprint', 'local_weights', 'hub_weights', 'reachable', 'own_weights', 'load_pretrained']
 
-# %% ../nbs/01_foundations/13_models.ipynb #8e7954c1
+# %% ../nbs/01_foundations/13_models.ipynb #1f5e88ee
 from copy import deepcopy
 from functools import partial
 from inspect import signature
 from pathlib import Path
-import os, re
+import hashlib, os, re, tomllib
 import torch
 from torch import nn, Tensor
 from .errors import Refused, choose, require
@@ -146,15 +146,15 @@ def resnet(
         nn.init.kaiming_normal_(body.conv1.weight, mode='fan_out', nonlinearity='relu')
     return Classifier(body, nn.Linear(d, n_classes))
 
-# %% ../nbs/01_foundations/13_models.ipynb #4b3bbefa
+# %% ../nbs/01_foundations/13_models.ipynb #e858961c
 def vit(
     n_classes:int=10, # Number of logits
     in_channels:int=3, # 1 for grey, 3 for colour
     image_size:int=32, # Height and width in pixels, a multiple of `patch`
-    patch:int=4, # Width of a patch in pixels
-    dim:int=128, # Width of a token, a multiple of `heads`
-    depth:int=6, # Number of blocks
-    heads:int=4, # Attention heads per block
+    patch:int=8, # Width of a patch in pixels
+    dim:int=64, # Width of a token, a multiple of `heads`
+    depth:int=8, # Number of blocks
+    heads:int=2, # Attention heads per block
 ) -> Classifier: # Fresh
     "A vision transformer for small images"
     from fedbook.compat import timm
@@ -363,14 +363,26 @@ def reachable(
     except (URLError, OSError): return False
     return True
 
-# %% ../nbs/01_foundations/13_models.ipynb #d2df30cb
+# %% ../nbs/01_foundations/13_models.ipynb #01c929d6
+def own_weights(
+    name:str, # The model's name
+) -> Path|None: # `None` where there is none
+    "The weights that fedbook carries for `name`; raises `Refused` where the file is not the one that was released"
+    assets = Path(__file__).parent/'assets'
+    known = tomllib.loads((assets/'weights.toml').read_text()).get(name)
+    if known is None: return None
+    path = assets/'weights'/known['file']
+    require(path.is_file() and hashlib.sha256(path.read_bytes()).hexdigest()==known['sha256'], f'The weights {path} are damaged; install fedbook again.')
+    return path
+
+# %% ../nbs/01_foundations/13_models.ipynb #82a78bc6
 def load_pretrained(
     model:Classifier, # Made by `build`; its body receives the weights
 ):
-    "Published weights for the body, from a local file or the hub; raises `Refused` where there are none"
+    "Published weights for the body, from a local file, the package or the hub; raises `Refused` where there are none"
     arch = dict(resnet18='resnet18.tv_in1k', resnet50='resnet50.tv_in1k').get(model.name, model.name.removeprefix('timm:'))
     config = timm_config(arch) if arch not in MODELS or ':' in model.name else None
-    path = local_weights(model.name.removeprefix('timm:'))
+    path = local_weights(model.name.removeprefix('timm:')) or own_weights(model.name)
     if path is None:
         why = f'There are no weights for {model.name}: neither is there {data_dir()/"weights"/arch}.safetensors'
         require(bool(config and config.hf_hub_id), f'{why}, nor are any published; use pretrained=False.')

@@ -63,7 +63,7 @@ class FederatedData:
             i = np.searchsorted(np.cumsum([len(c) for c in self.clients]), wrong[0], side='right')
             raise Refused(f'Client {i} points at sample {every[wrong[0]]}, but there are {len(self.y)} training samples.')
 
-# %% ../nbs/01_foundations/31_rounds.ipynb #74f48fbe
+# %% ../nbs/01_foundations/31_rounds.ipynb #01c7cb8c
 @dataclass
 class Federation:
     "Everything a run depends on; raises `Refused` where the parts do not fit"
@@ -80,6 +80,8 @@ class Federation:
         alone = next((i for i,c in enumerate(self.data.clients) if len(c)==1), None)
         require(not self.net.buffers() or (alone is None and self.local.batch_size > 1),
             f'BatchNorm cannot train on one sample: {"batch_size is 1" if alone is None else f"client {alone} holds one"}; take at least 2.')
+        still = [f for f in self.method.frozen if not lies_in(f, self.net.frozen)]
+        if still: self.net = Net(self.net.module, (*self.net.frozen, *still), self.data.x.device)
 
 # %% ../nbs/01_foundations/31_rounds.ipynb #44497dd0
 def begin(
@@ -130,7 +132,7 @@ def client_view(
     return Client(fed.net, fed.local, (d.x, d.y), own, i, r, fed.seed, fed.method.send(state['server'], i),
         fed.method.client(state['server']['w']) if memory is None else memory, clone(buffers), d.prepare, d.augment)
 
-# %% ../nbs/01_foundations/31_rounds.ipynb #8a1b2b48
+# %% ../nbs/01_foundations/31_rounds.ipynb #9d4073ce
 def local_step(
     method:FedAvg, # What is computed
     c:Client, # For whom
@@ -141,7 +143,7 @@ def local_step(
 ) -> tuple[dict, dict, Tensor]: # New weights, new state, the loss before the step
     "One step of local training; only the client's buffers are changed in place"
     g,loss = gradient(lambda w: method.loss(w, batch, c), w)
-    return *c.local.optimiser.update(w, method.step(g, w, c), s, scale), loss
+    return *method.update(w, g, s, scale, c), loss
 
 # %% ../nbs/01_foundations/31_rounds.ipynb #a840a6b3
 def draws(
@@ -153,13 +155,14 @@ def draws(
     usual = getattr(FedAvg, what, None)
     return nullcontext() if usual and getattr(type(fed.method), what) is usual else seeded(fed.seed, what, c.round, c.id, device=c.own.device)
 
-# %% ../nbs/01_foundations/31_rounds.ipynb #39375066
+# %% ../nbs/01_foundations/31_rounds.ipynb #e62d36bf
 def begin_client(
     fed:Federation, # The run
     c:Client, # The client
 ) -> dict: # Weights, not to be changed in place
-    "Where local training begins"
-    with draws(fed, c, 'start'): return leaves(channels_last, fed.method.start(c))
+    "Where local training begins; what the method keeps in mind for it becomes the client's memory"
+    with draws(fed, c, 'start'): w,c.memory = fed.method.start(c)
+    return leaves(channels_last, w)
 
 def end_client(
     fed:Federation, # The run

@@ -86,7 +86,7 @@ def test_memory_and_buffers_come_back(buffers, engine):
 class Drifts(FedAvg):
     "Uses every seam: memory and message in the loss and in the step, and sends less than it has"
     def client(self, w): return dict(past=dict(w))
-    def start(self, c): return {k: v + .1*c.memory['past'][k] + .1*torch.rand_like(v) for k,v in c.message['w'].items()}
+    def start(self, c): return {k: v + .1*c.memory['past'][k] + .1*torch.rand_like(v) for k,v in c.message['w'].items()},c.memory
     def loss(self, w, batch, c): return super().loss(w, batch, c) + sum(((w[k]-c.memory['past'][k])**2).sum() for k in w)
     def step(self, g, w, c): return {k: g[k] + .01*(w[k]-c.message['w'][k]) for k in g}
     def finish(self, w, c): return dict(w={k: .5*v*torch.bernoulli(torch.full_like(v, .9)) for k,v in w.items()}), dict(past=w)
