@@ -5,12 +5,12 @@
 # %% auto #0
 __all__ = ['CACHE', 'NO_GPU', 'TEAMS', 'ENGINES', 'BUDGET', 'SHORT', 'LONG', 'CHOICES', 'Group', 'timetable', 'parcels', 'steps',
            'augmented', 'side_by_side', 'train', 'apart', 'local_step_of', 'replies_of', 'kept', 'follow', 'FellBack',
-           'out_of_memory', 'Traced', 'give_up', 'halve', 'stacked', 'Processes', 'team_of', 'disband', 'engine',
-           'used', 'possible', 'trial', 'round_seconds', 'measure', 'local_steps', 'kind', 'choice']
+           'out_of_memory', 'Traced', 'give_up', 'halve', 'stacked', 'cores', 'Processes', 'team_of', 'disband',
+           'engine', 'used', 'possible', 'trial', 'round_seconds', 'measure', 'local_steps', 'kind', 'choice']
 
-# %% ../nbs/01_foundations/34_engines.ipynb #e4d0dd9b
+# %% ../nbs/01_foundations/34_engines.ipynb #ff6773b3
 from dataclasses import dataclass, replace
-import json, platform, time, warnings, weakref
+import json, os, platform, time, warnings, weakref
 import numpy as np, torch
 from .errors import choose, Refused, require
 from .files import data_dir, fingerprint, writing
@@ -171,20 +171,25 @@ def halve(engine, n):
 
 def stacked() -> Traced: return Traced(10**9)
 
-# %% ../nbs/01_foundations/34_engines.ipynb #534ef31e
+# %% ../nbs/01_foundations/34_engines.ipynb #98437d8d
+def cores() -> int:
+    "The processor cores of this run: `$FEDBOOK_CORES`, or as many as PyTorch has threads"
+    return int(os.environ.get('FEDBOOK_CORES') or torch.get_num_threads())
+
+# %% ../nbs/01_foundations/34_engines.ipynb #74874e31
 NO_GPU = 'Worker processes cannot share a GPU; take the engine one_by_one, traced or stacked.'
 
 @dataclass(frozen=True)
 class Processes:
     "An engine of `workers` single-threaded processes, each of which goes one by one, or as `engine` does with one client"
-    workers: int = None # `None`: as many as PyTorch has threads
+    workers: int = None # `None`: as many as there are `cores`
     engine: callable = one_by_one # What a worker does with a client
 
     def __call__(self, fed:Federation, state:dict, ids:list, r:int) -> list: # Replies in the order of `ids`
         require(fed.data.x.device.type=='cpu', NO_GPU)
         own = {k: {str(i): state[k][str(i)] for i in ids if str(i) in state[k]} for k in ('memory','client_buffers')}
         longest = sorted(ids, key=lambda i: -len(fed.data.clients[i]))
-        team = team_of(fed, self.workers or torch.get_num_threads(), self.engine)
+        team = team_of(fed, self.workers or cores(), self.engine)
         replies = dict(zip(longest, team.map((dict(state, **own), r), longest)))
         return [replies[i] for i in ids]
 
@@ -224,12 +229,12 @@ def used(
     if isinstance(engine, Processes): return 'traced_processes' if isinstance(engine.engine, Traced) else 'processes'
     return ('traced' if engine.at_once==1 else 'stacked') if isinstance(engine, Traced) else 'one_by_one'
 
-# %% ../nbs/01_foundations/34_engines.ipynb #929ec9a2
+# %% ../nbs/01_foundations/34_engines.ipynb #0ea0d05f
 def possible(
     fed:Federation, # The run
 ) -> list[str]: # Names in `ENGINES`, the most promising first after the reference
     "The engines that can run it here: processes need a processor and more than one thread"
-    alone = fed.data.x.device.type!='cpu' or torch.get_num_threads()==1
+    alone = fed.data.x.device.type!='cpu' or cores()==1
     names = [e for e in ENGINES if not (alone and 'processes' in e)]
     convolutions = any(w.dim()==4 for w in fed.net.weights().values())
     return [*names[:1], *(reversed(names[1:]) if convolutions and not alone else names[1:])]
@@ -258,7 +263,7 @@ def round_seconds(
     engine(fed, state, ids, 0); start = time.perf_counter(); engine(fed, state, ids, 0)
     return time.perf_counter()-start
 
-# %% ../nbs/01_foundations/34_engines.ipynb #f6bf9c3a
+# %% ../nbs/01_foundations/34_engines.ipynb #a0df70b2
 def measure(
     fed:Federation, # The run
 ) -> dict[str, float]: # Seconds per local step, for every engine that was tried
@@ -267,10 +272,10 @@ def measure(
     one = trial(fed, 1)
     step = round_seconds(one_by_one, one)/len(plan(client_view(one, begin(one), 0, 0)))
     if step > LONG or step*local_steps(fed) < SHORT: return dict(one_by_one=step)
-    small,times,traces = trial(fed),{},local_step_of(fed.method, fed.local, fed.net)
+    small,times,traces = trial(fed),dict(one_by_one=step),local_step_of(fed.method, fed.local, fed.net)
     steps = local_steps(small)/small.protocol.rounds
     traces.often = 0 # for the length of the trial every shape is worth tracing
-    for name in possible(fed):
+    for name in possible(fed)[1:]:
         if time.perf_counter()-start < BUDGET: times[name] = round_seconds(engine(name), small)/steps
     del traces.often
     return times
@@ -283,14 +288,14 @@ def local_steps(
     d,l = fed.data,fed.local
     return fed.protocol.rounds*fed.protocol.per_round*l.epochs*sum(-(-len(c)//l.batch_size) for c in d.clients)/len(d.clients)
 
-# %% ../nbs/01_foundations/34_engines.ipynb #3e0e9bdf
+# %% ../nbs/01_foundations/34_engines.ipynb #7ad71516
 def kind(
     fed:Federation, # The run
 ) -> str: # 16 hexadecimal digits
     "What the choice depends on"
     shapes = {k: list(w.shape) for k,w in fed.net.weights().items()}
     device = fed.data.x.device.type
-    machine = torch.cuda.get_device_name() if device=='cuda' else [platform.machine(), platform.node(), torch.get_num_threads()]
+    machine = torch.cuda.get_device_name() if device=='cuda' else [platform.machine(), platform.node(), torch.get_num_threads(), cores()]
     return fingerprint(repr(fed.method), shapes, repr(fed.local), fed.protocol.settings(), len(fed.data.clients), machine, torch.__version__)
 
 # %% ../nbs/01_foundations/34_engines.ipynb #4385c28a

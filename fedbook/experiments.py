@@ -7,7 +7,7 @@ __all__ = ['COMPUTES', 'Setting', 'local', 'protocol', 'device', 'dataset', 'cla
            'network', 'split', 'federation', 'code_fingerprint', 'bare', 'Case', 'run_case', 'device_name', 'estimate',
            'timed', 'run_cases', 'progress']
 
-# %% ../nbs/01_foundations/50_experiments.ipynb #242d0ec9
+# %% ../nbs/01_foundations/50_experiments.ipynb #bf166bc4
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -16,7 +16,7 @@ import torch
 from tqdm.auto import tqdm
 import fedbook
 from . import data as datasets, partition as partitions
-from .engines import choice, engine as named_engine, local_steps, used
+from .engines import choice, cores, engine as named_engine, local_steps, used
 from .features import cached_features, head_net
 from .files import fingerprint, locked, writing
 from .method import combined, Local, method
@@ -186,13 +186,13 @@ def run_case(
         rows=rows, **total, seconds=round(time.time()-start, 3), device=device_name(device), engine=used(go), data=s.data, model=s.model['name'],
         code=code_fingerprint(s.method['name']), version=fedbook.__version__, when=time.strftime('%Y-%m-%dT%H:%M:%SZ', time.gmtime()), **about)
 
-# %% ../nbs/01_foundations/50_experiments.ipynb #51cf20a3
+# %% ../nbs/01_foundations/50_experiments.ipynb #054d60ad
 def device_name(
     device:str, # 'cpu' or 'cuda'
-) -> str: # E.g. '2 CPU threads (x86_64)'
+) -> str: # E.g. '2 CPU cores (x86_64)'
     "What computed, in words"
     if device=='cuda': return torch.cuda.get_device_name()
-    return f'{torch.get_num_threads()} CPU thread{"s"*(torch.get_num_threads()>1)} ({platform.machine()})'
+    return f'{cores()} CPU core{"s"*(cores()>1)} ({platform.machine()})'
 
 # %% ../nbs/01_foundations/50_experiments.ipynb #166280a5
 def estimate(

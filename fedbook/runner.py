@@ -74,14 +74,16 @@ def check_parameters(
         near = nearest(k, known)
         require(k in known, f'{Path(nb).name} has no parameter {k!r}; ' + (f'did you mean {near!r}?' if near else f'it has {", ".join(known)}.'))
 
-# %% ../nbs/01_foundations/60_runner.ipynb #b8125055
+# %% ../nbs/01_foundations/60_runner.ipynb #0b0c4333
 def check_values(
     given:dict, # Parameters of a notebook
 ):
     "Raise `Refused` for a data set or a model that is unknown, damaged or not to be had here"
-    from fedbook import data, models
-    if 'data' in given: data.load(given['data'])
-    if 'model' in given: models.build(**given['model'])
+    from fedbook.experiments import classifier, dataset
+    images = given.get('data', 'fashion_mnist_mini')
+    dataset(images)
+    for k in given:
+        if k=='model' or k.endswith('_model'): classifier(images, json.dumps(given[k]), 0, 'cpu')
 
 # %% ../nbs/01_foundations/60_runner.ipynb #5ce688a6
 def run_job(
@@ -136,17 +138,19 @@ def reason(
     if hasattr(e, 'ename'): return f'{e.ename}: {e.evalue}'
     return f'{type(e).__name__}: {next((l for l in reversed(str(e).splitlines()) if l.strip(" -")), "")}'
 
-# %% ../nbs/01_foundations/60_runner.ipynb #b1088e3d
-def worker():
+# %% ../nbs/01_foundations/60_runner.ipynb #6afa871c
+def worker(
+    cores:int, # That it may keep busy, with worker processes of its own
+):
     "What a worker process does first: one thread for its kernels, and an end when its parent has ended"
-    os.environ.update(OMP_NUM_THREADS='1', MKL_NUM_THREADS='1', TQDM_DISABLE='1', PYDEVD_DISABLE_FILE_VALIDATION='1')
+    os.environ.update(FEDBOOK_CORES=str(cores), OMP_NUM_THREADS='1', MKL_NUM_THREADS='1', TQDM_DISABLE='1', PYDEVD_DISABLE_FILE_VALIDATION='1')
     parent = os.getppid()
     def watch():
         while os.getppid()==parent: time.sleep(.5)
         os._exit(1)
     threading.Thread(target=watch, daemon=True).start()
 
-# %% ../nbs/01_foundations/60_runner.ipynb #01d78df6
+# %% ../nbs/01_foundations/60_runner.ipynb #4f686140
 def reproduce(
     ids:list[str]=(), # Tables and figures; empty for all
     profile:str='smoke', # smoke, laptop or paper
@@ -159,7 +163,8 @@ def reproduce(
     require(workers >= 1, f'-j must be at least 1, not {workers}.')
     jobs,results,known = plan(ids, profile, parameters),[],set()
     for j in jobs: clear(j, resume)
-    with ProcessPoolExecutor(min(workers, len(jobs)), multiprocessing.get_context('spawn'), worker) as pool:
+    workers = min(workers, len(jobs))
+    with ProcessPoolExecutor(workers, multiprocessing.get_context('spawn'), worker, (max(1, os.cpu_count()//workers),)) as pool:
         pending = {pool.submit(run_job, j) for j in jobs}
         with tqdm(desc=profile, disable=None, bar_format='{desc} {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} runs [{elapsed}, {postfix}]') as bar:
             while pending:

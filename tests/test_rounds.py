@@ -8,9 +8,9 @@ from fedbook.method import batches, Client, FedAvg, Local, method, METHODS, meth
 from fedbook.methods.fedprox import FedProx
 from fedbook.models import Net
 from fedbook.optim import AdamW, Cosine, SGD
-from fedbook.rounds import begin, client_view, FederatedData, Federation, gradient, n_bytes, one_by_one, one_round, Protocol, run, sample_clients
+from fedbook.rounds import begin, client_view, FederatedData, Federation, n_bytes, one_by_one, one_round, Protocol, run, sample_clients
 from fedbook.streams import seeded
-from fedbook.tensors import flatten
+from fedbook.tensors import flatten, gradient
 
 def mlp(bn=False, dropout=0.):
     with seeded(0, 'test model'):

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['CRITERIA', 'threshold', 'blocks', 'skipping', 'loss_on', 'losses_released', 'losses_skip', 'losses_step', 'PTaLoS']
 
-# %% ../../nbs/02_methods/11_ptalos.ipynb #45b19371
+# %% ../../nbs/02_methods/11_ptalos.ipynb #8ff89759
 from contextlib import contextmanager
 from dataclasses import dataclass
 import torch, torch.nn.functional as F
@@ -13,10 +13,9 @@ from ..errors import choose, require
 from ..method import probe
 from .talos import Masked, TaLoSProx
 from ..models import lies_in, Net
-from ..rounds import gradient
 from ..settings import setting
 from ..streams import stream
-from ..tensors import clone
+from ..tensors import clone, gradient
 
 # %% ../../nbs/02_methods/11_ptalos.ipynb #5e49e904
 def threshold(

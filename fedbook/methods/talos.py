@@ -6,7 +6,7 @@
 __all__ = ['AT_ONCE', 'SOFT', 'MOST', 'sensitivity', 'squared', 'per_sample', 'lowest', 'chosen', 'calibrate',
            'check_calibration', 'Masked', 'sparse', 'dense', 'TaLoS', 'TaLoSProx']
 
-# %% ../../nbs/02_methods/10_talos.ipynb #88eb7e80
+# %% ../../nbs/02_methods/10_talos.ipynb #29b5a2fa
 from dataclasses import dataclass
 import numpy as np, torch, torch.nn.functional as F
 from torch import Tensor
@@ -15,9 +15,8 @@ from ..errors import choose, require
 from ..method import FedAvg, probe
 from .fedprox import FedProx
 from ..models import Net
-from ..rounds import gradient
 from ..settings import setting
-from ..tensors import clone, tmap
+from ..tensors import clone, gradient, tmap
 
 # %% ../../nbs/02_methods/10_talos.ipynb #0ffbd63d
 def sensitivity(
