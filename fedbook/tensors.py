@@ -20,7 +20,7 @@ def tmap(
     "`f` applied name by name"
     return {k: f(*(d[k] for d in ds)) for k in ds[0]}
 
-# %% ../nbs/01_foundations/03_tensors.ipynb #245c7c78
+# %% ../nbs/01_foundations/03_tensors.ipynb #d4d078c6
 def weighted_mean(
     ws:list[dict], # One dict of tensors per client, each of the same shapes
     weights:list[float], # One weight per client, e.g. its number of samples $n_k$; their sum must not be 0
@@ -28,8 +28,8 @@ def weighted_mean(
     "The mean of `ws`, each weighted by its share of `weights`"
     shares = [n/sum(weights) for n in weights]
     def mean(*ts):
-        total = shares[0]*ts[0]
-        for p,t in zip(shares[1:], ts[1:]): total.add_(t, alpha=p)
+        total = 1.*ts[0]
+        for p,t in zip(shares[1:], ts[1:]): total.add_(t-ts[0], alpha=p)
         return total.to(ts[0].dtype)
     return tmap(mean, *ws)
 
