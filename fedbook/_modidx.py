@@ -224,6 +224,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                   'fedbook/methods/ptalos.py'),
                                         'fedbook.methods.ptalos.PTaLoS.mask': ( '02_methods/ptalos.html#ptalos.mask',
                                                                                 'fedbook/methods/ptalos.py'),
+                                        'fedbook.methods.ptalos.PTaLoS.server': ( '02_methods/ptalos.html#ptalos.server',
+                                                                                  'fedbook/methods/ptalos.py'),
                                         'fedbook.methods.ptalos.blocks': ('02_methods/ptalos.html#blocks', 'fedbook/methods/ptalos.py'),
                                         'fedbook.methods.ptalos.loss_on': ('02_methods/ptalos.html#loss_on', 'fedbook/methods/ptalos.py'),
                                         'fedbook.methods.ptalos.losses_released': ( '02_methods/ptalos.html#losses_released',

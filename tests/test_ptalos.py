@@ -44,7 +44,7 @@ def test_an_error_inside_leaves_the_network_whole():
 def test_step_scores_are_losses_after_a_step_of_one_block():
     n = net(); w = n.weights(); new = {k: v+.1 for k,v in w.items()}
     s = CRITERIA['step'](n, w, {}, lambda i: batch(), lambda b: new)
-    for b in blocks(n):
+    for b in blocks(w):
         mixed = {k: new[k] if k.startswith(b+'.') else v for k,v in w.items()}
         assert s[b]==F.cross_entropy(n.logits(mixed, {}, batch()['x']), batch()['y']).item()
     assert len(set(s.values()))==len(s)
@@ -58,7 +58,7 @@ def test_the_released_criterion_sees_batches_and_no_blocks():
     n = net(); w = n.weights()
     assert len(set(CRITERIA['released'](n, w, {}, lambda i: batch(), None).values()))==1
     b = lambda i: {k: v[i:i+2] for k,v in batch(8).items()}
-    assert CRITERIA['released'](n, w, {}, b, None)=={k: loss_on(n, w, {}, b(i)) for i,k in enumerate(blocks(n))}
+    assert CRITERIA['released'](n, w, {}, b, None)=={k: loss_on(n, w, {}, b(i)) for i,k in enumerate(blocks(w))}
 
 def masks(m, r, depth=4):
     from fedbook.experiments import federation as of, Setting
@@ -73,7 +73,7 @@ QUICK = dict(kind='gradient', batches=1, layer_batches=1)
 @pytest.mark.parametrize('criterion', CRITERIA)
 def test_a_layer_client_trains_k_blocks_masked_and_the_end_whole(criterion):
     for fed,c,mask in masks(PTaLoS(k=2, deterministic_round=1, criterion=criterion, **QUICK), 0):
-        active = [b for b in blocks(fed.net) if any(mask[k].any() for k in mask if lies_in(k, (b,)))]
+        active = [b for b in blocks(mask) if any(mask[k].any() for k in mask if lies_in(k, (b,)))]
         assert len(active)==2
         for k,m in mask.items():
             if lies_in(k, active): assert abs(m.sum()-.4*m.numel()) <= 1
@@ -91,7 +91,7 @@ def test_the_released_whole_client_trains_tokens_too():
 def test_before_the_deterministic_round_chance_decides_by_the_client_s_own_stream():
     m = PTaLoS(k=1, deterministic_round=4, **QUICK)
     for fed,c,mask in masks(m, 1):
-        layers = sum(any(mask[k].any() for k in mask if lies_in(k, (b,))) for b in blocks(fed.net))==1
+        layers = sum(any(mask[k].any() for k in mask if lies_in(k, (b,))) for b in blocks(mask))==1
         assert layers==(stream(0, 'strategy', 1, c.id).random() > .5)
 
 def test_all_reverse_rounds_after_the_deterministic_one_are_talosprox():
@@ -99,6 +99,6 @@ def test_all_reverse_rounds_after_the_deterministic_one_are_talosprox():
     assert same(a, b)
 
 @pytest.mark.parametrize('bad,word', [(lambda: PTaLoS(k=0), 'k'), (lambda: PTaLoS(layer_batches=0), 'layer_batches'), (lambda: PTaLoS(criterion='steps'), "'step'"), (lambda: PTaLoS(deterministic_round=0), 'deterministic'),
-    (lambda: run(federation(PTaLoS(k=3, deterministic_round=1), module=mlp(blocks=True))), 'k = 3 .* 2'), (lambda: run(federation(PTaLoS(deterministic_round=1))), 'no blocks'), (lambda: PTaLoS(sparsity=1), 'sparsity')])
+    (lambda: begin(federation(PTaLoS(k=3), module=mlp(blocks=True))), 'k = 3 .* 2'), (lambda: begin(federation(PTaLoS())), 'no blocks'), (lambda: PTaLoS(sparsity=1), 'sparsity')])
 def test_refusals(bad, word):
     with pytest.raises(Refused, match=word): bad()

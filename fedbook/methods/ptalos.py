@@ -5,9 +5,10 @@
 # %% auto #0
 __all__ = ['CRITERIA', 'threshold', 'blocks', 'skipping', 'loss_on', 'losses_released', 'losses_skip', 'losses_step', 'PTaLoS']
 
-# %% ../../nbs/02_methods/11_ptalos.ipynb #8ff89759
+# %% ../../nbs/02_methods/11_ptalos.ipynb #13ef2ca6
 from contextlib import contextmanager
 from dataclasses import dataclass
+import re
 import torch, torch.nn.functional as F
 from ..errors import choose, require
 from ..method import probe
@@ -29,14 +30,14 @@ def threshold(
     progress = min(progress, 1.)
     return progress if reverse else 1-progress
 
-# %% ../../nbs/02_methods/11_ptalos.ipynb #fbbd91ed
+# %% ../../nbs/02_methods/11_ptalos.ipynb #5b80aea1
 def blocks(
-    net:Net, # The network
+    w:dict, # The trainable weights
 ) -> list[str]: # Their names, from input to output
     "The blocks that can be chosen; raises `Refused` where a model has none"
-    found = [k for k,_ in net.module.named_modules() if k.split('.')[-2:-1]==['blocks']]
-    require(found, f'{getattr(net.module, "name", "") or type(net.module).__name__} has no blocks to choose from; take a transformer such as vit_tiny32.')
-    return found
+    found = [m[1] for k in w if (m := re.match(r'((?:.*\.)?blocks\.\d+)\.', k))]
+    require(found, 'This model has no blocks to choose from; take a transformer such as vit_tiny32.')
+    return list(dict.fromkeys(found))
 
 # %% ../../nbs/02_methods/11_ptalos.ipynb #70d9eb02
 @contextmanager
@@ -55,25 +56,25 @@ def loss_on(net:Net, w:dict, buffers:dict, batch:dict) -> float: # In nats
     "The mean cross-entropy of a batch, in evaluation mode"
     return F.cross_entropy(net.logits(w, buffers, batch['x']), batch['y']).item()
 
-# %% ../../nbs/02_methods/11_ptalos.ipynb #c2bb3dcc
+# %% ../../nbs/02_methods/11_ptalos.ipynb #ee855a1a
 def losses_released(net, w, buffers, batch_of, stepped):
     "The model's own loss, a new batch for each block"
-    return {b: loss_on(net, w, buffers, batch_of(i)) for i,b in enumerate(blocks(net))}
+    return {b: loss_on(net, w, buffers, batch_of(i)) for i,b in enumerate(blocks(w))}
 
 def losses_skip(net, w, buffers, batch_of, stepped):
     "The loss without the block"
     def without(b):
         with skipping(net, b): return loss_on(net, w, buffers, batch_of(0))
-    return {b: without(b) for b in blocks(net)}
+    return {b: without(b) for b in blocks(w)}
 
 def losses_step(net, w, buffers, batch_of, stepped):
     "The loss after a step of the block alone"
     batch,new = batch_of(0),stepped(batch_of(0))
-    return {b: loss_on(net, {k: new[k] if lies_in(k, (b,)) else v for k,v in w.items()}, buffers, batch) for b in blocks(net)}
+    return {b: loss_on(net, {k: new[k] if lies_in(k, (b,)) else v for k,v in w.items()}, buffers, batch) for b in blocks(w)}
 
 CRITERIA = dict(step=losses_step, skip=losses_skip, released=losses_released)
 
-# %% ../../nbs/02_methods/11_ptalos.ipynb #c2a417a3
+# %% ../../nbs/02_methods/11_ptalos.ipynb #4fe9826a
 @dataclass(frozen=True)
 class PTaLoS(TaLoSProx):
     "TaLoSProx whose clients turn, by a schedule, to editing only their best k blocks (paper 000, Algorithm 1)"
@@ -87,6 +88,11 @@ class PTaLoS(TaLoSProx):
         super().__post_init__()
         choose(self.criterion, CRITERIA, 'criterion')
 
+    def server(self, w): # refused before any work: a model without blocks, or with fewer than k
+        n = len(blocks(w))
+        require(self.k <= n, f'k = {self.k} blocks were asked for, but the model has {n}; take at most {n}.')
+        return super().server(w)
+
     def calibration_point(self, c, w): return w
 
     def edits_layers(self, c): # does this client draw u > T(t)?
@@ -94,19 +100,17 @@ class PTaLoS(TaLoSProx):
         return u > threshold(c.round+1, self.deterministic_round, self.reverse, self.variant)
 
     def layers(self, c, w, mask): # the k blocks with the lowest loss
-        names = blocks(c.net)
-        require(self.k <= len(names), f'k = {self.k} blocks were asked for, but the model has {len(names)}.')
         def batch_of(i): bs = probe(c, self.layer_batches, 'layers', i); return {k: torch.cat([b[k] for b in bs]) for k in ('x','y')}
         def stepped(batch):
             g,_ = gradient(lambda w: F.cross_entropy(c.net.logits(w, clone(c.buffers), batch['x'], train=True), batch['y']), w)
             return Masked(c.local.optimiser, mask, self.variant).update(w, g, c.local.optimiser.init(w))[0]
         losses = CRITERIA[self.criterion](c.net, w, c.buffers, batch_of, stepped)
-        return tuple(sorted(names, key=losses.get)[:self.k])
+        return tuple(sorted(blocks(w), key=losses.get)[:self.k])
 
     def mask(self, c, w):
         mask,released = super().mask(c, w),self.variant=='released'
         if not self.edits_layers(c): return {k: m | (released and not k.endswith(('weight','bias'))) for k,m in mask.items()}
-        mine,last = self.layers(c, w, mask),max(i for i,k in enumerate(w) if lies_in(k, blocks(c.net)))
+        mine,last = self.layers(c, w, mask),max(i for i,k in enumerate(w) if lies_in(k, blocks(w)))
         def of(i, k):
             if lies_in(k, mine): return mask[k]
             return torch.full_like(mask[k], i > last and self.variant!='printed')
