@@ -450,7 +450,7 @@ def save_figure(
             figure.savefig(part, format=kind, metadata=metadata, bbox_inches='tight')
     return [Path(folder)/f'figure.{kind}' for kind in images]
 
-# %% ../nbs/01_foundations/40_results.ipynb #df544e46
+# %% ../nbs/01_foundations/40_results.ipynb #1c188816
 def save_outputs(
     folder:Path|str, # Made where there is none
     comparison:Comparison, # The table
@@ -458,10 +458,10 @@ def save_outputs(
     provenance:dict=None, # Added to what the table knows of its runs
     claims:Table=None, # What becomes of the paper's claims
 ) -> list[Path]: # The files
-    "Write table.md, table.html, numbers.csv, provenance.json, with claims claims.md, and with a figure figure.svg and figure.png"
+    "Write table.md, table.html, numbers.csv, provenance.json, with claims claims.md and claims.csv, and with a figure figure.svg and figure.png"
     about = json.dumps(plain({**comparison.provenance, **(provenance or {})}), indent=1, sort_keys=True)+'\n'
     texts = {'table.md': comparison.to_markdown(), 'table.html': comparison.to_html(), 'numbers.csv': comparison.frame.to_csv(index=False), 'provenance.json': about}
-    if claims: texts['claims.md'] = claims.to_markdown()
+    if claims: texts.update({'claims.md': claims.to_markdown(), 'claims.csv': claims.frame.to_csv(index=False)})
     for name,text in texts.items():
         with writing(Path(folder)/name) as part: part.write_text(text, encoding='utf-8', newline='\n')
     return [Path(folder)/n for n in texts] + (save_figure(folder, figure) if figure else [])

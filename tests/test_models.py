@@ -6,10 +6,10 @@ from torch.func import functional_call, grad, vmap
 from torch import nn
 from fedbook import models
 from fedbook.errors import Refused
-from fedbook.models import MODELS, Classifier, Net, build, load_body, local_weights, n_parameters, read_weights, weights_fingerprint
+from fedbook.models import MODELS, Classifier, Net, build, load_body, local_weights, n_parameters, own_weights, read_weights, weights_fingerprint
 from fedbook.streams import seeded
 
-SMALL = dict(softmax={}, mlp=dict(hidden=(16,8)), cnn_fedcspack_fmnist={}, resnet18=dict(stem='cifar', in_channels=1), vit_tiny32=dict(in_channels=1, dim=16, depth=2, heads=2))
+SMALL = dict(softmax={}, mlp=dict(hidden=(16,8)), cnn_fedcspack_fmnist={}, resnet18=dict(stem='cifar', in_channels=1), vit_tiny32=dict(in_channels=1, patch=4, dim=16, depth=2, heads=2))
 def small(name, seed=0):
     m = build(name, seed=seed, **dict(dict(image_size=28), **SMALL[name]))
     if name == 'resnet18': # half of it is enough
@@ -244,3 +244,17 @@ def test_fingerprints_see_values_names_and_types():
     with torch.no_grad(): a.bias[1] += 1e-6
     assert f != weights_fingerprint(a)
     assert weights_fingerprint(nn.BatchNorm1d(2).bfloat16())
+
+def test_the_weights_that_come_with_the_package(data, monkeypatch, tmp_path):
+    "Found without any file or network; a changed byte is refused; a file of the user's goes first"
+    import shutil
+    m = build('vit_tiny32', n_classes=100, pretrained=True)
+    assert m.origin=='vit_tiny32.safetensors' and own_weights('vit_tiny32').stat().st_size < 8e6 and own_weights('mlp') is None
+    assert torch.equal(m.head.weight, build('vit_tiny32', n_classes=100).head.weight) and not torch.equal(m.body.norm.weight, build('vit_tiny32').body.norm.weight)
+    assets = tmp_path/'assets'; shutil.copytree(own_weights('vit_tiny32').parent.parent, assets)
+    f = assets/'weights'/'vit_tiny32.safetensors'; b = bytearray(f.read_bytes()); b[-1] ^= 1; f.write_bytes(b)
+    monkeypatch.setattr(models, '__file__', str(tmp_path/'models.py'))
+    with pytest.raises(Refused, match='damaged; install'): build('vit_tiny32', pretrained=True)
+    save_file({k: v.contiguous() for k,v in build('vit_tiny32', seed=3).body.state_dict().items()}, data/'weights'/'vit_tiny32.safetensors')
+    assert torch.equal(build('vit_tiny32', pretrained=True).body.norm.weight, build('vit_tiny32', seed=3).body.norm.weight)
+    with pytest.raises(Refused, match='do not fit'): build('vit_tiny32', pretrained=True, depth=4)
