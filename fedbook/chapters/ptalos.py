@@ -82,13 +82,14 @@ def centralised(
     how = dict(epochs=epochs, batch_size=batch_size, label_smoothing=.1, optimiser=optimiser, schedule=schedule, precision=precision)
     return Setting(partition=dict(name='iid', n_clients=1), protocol=dict(rounds=rounds, per_round=1), method=method, local=how, **settings)
 
-# %% ../../nbs/02_methods/20_chapter_ptalos.ipynb #b144c919
+# %% ../../nbs/02_methods/20_chapter_ptalos.ipynb #c4d01493
 def warm_cosine(
     epochs:int, # Of the whole training
 ) -> dict: # A schedule's name and settings
     "The schedule of centralised training, by the epoch"
-    warm = max(1, epochs//3)
-    return dict(name='warmup', per='epoch', ticks=warm, start=.02, then=dict(name='cosine', period=max(1, epochs-warm)))
+    warm = epochs//3
+    down = dict(name='cosine', period=epochs-warm)
+    return dict(name='warmup', per='epoch', ticks=warm, start=.02, then=down) if warm else dict(down, per='epoch')
 
 # %% ../../nbs/02_methods/20_chapter_ptalos.ipynb #5efdd6f0
 SENSITIVITY = dict(intended=dict(kind='fisher', schedule='exponential'), released=dict(kind='gradient', schedule='overwrite'), printed={})
