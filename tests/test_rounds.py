@@ -7,7 +7,7 @@ from fedbook.engines import Processes
 from fedbook.errors import Refused
 from fedbook.method import batches, Client, FedAvg, Local, method, METHODS, methods
 from fedbook.methods.fedprox import FedProx
-from fedbook.models import Net
+from fedbook.models import Classifier, Net
 from fedbook.optim import AdamW, Cosine, SGD
 from fedbook.rounds import begin, client_view, FederatedData, Federation, n_bytes, one_by_one, one_round, Protocol, run, sample_clients
 from fedbook.streams import seeded
@@ -18,14 +18,14 @@ def mlp(bn=False, dropout=0., blocks=False):
         return with_blocks(blocks, nn.Linear(6, 8), *([nn.BatchNorm1d(8)] if bn else []), nn.ReLU(), *([nn.Dropout(dropout)] if dropout else []), nn.Linear(8, 3))
 
 def with_blocks(wanted, *layers):
-    "Layers in a row, before the last of them two that are called blocks"
+    "Layers in a row; or a body that ends with two layers called blocks, and a head"
     if not wanted: return nn.Sequential(*layers)
     *first,last = layers
-    return nn.Sequential(OrderedDict({**{f'l{i}': l for i,l in enumerate(first)}, 'blocks': nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), 'last': last}))
+    return Classifier(nn.Sequential(OrderedDict({**{f'l{i}': l for i,l in enumerate(first)}, 'blocks': nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))})), last)
 
 def fitting(name):
     "A method with settings that fit small networks and few rounds"
-    return method(name, **dict(ptalos=dict(k=1, deterministic_round=3, layer_batches=2, batches=1)).get(name, {}))
+    return method(name, **dict(ptalos=dict(k=1, deterministic_round=3, layer_batches=2, batches=1), fedcspack=dict(size=8)).get(name, {}))
 
 def federation(m=FedAvg(), sizes=(7,12,20,5), rounds=3, per_round=3, seed=0, module=None, local=None, **protocol):
     gen = torch.Generator().manual_seed(5)

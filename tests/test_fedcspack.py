@@ -1,0 +1,103 @@
+"FedCSPACK's steps by hand, its identities, and messages that do not fit."
+import warnings
+import pytest, torch
+from hypothesis import given, strategies as st
+from fedbook.errors import Refused
+from fedbook.method import FedAvg, Local
+from fedbook.methods.fedcspack import aggregate, divergence, FedCSPACK, fits, flat, pack, select, similarities, unflat
+from fedbook.optim import SGD
+from fedbook.rounds import begin, client_view, one_round, run
+from test_rounds import federation, mlp, same
+
+@given(st.integers(1, 50), st.integers(1, 60))
+def test_packing_is_undone(n, size):
+    w = dict(a=torch.arange(float(n)), b=torch.ones(2, 3))
+    p = pack(flat(w), size)
+    assert p.shape==(-(-(n+6)//size), size) and same(unflat(p.flatten(), w), w) and p.flatten()[n+6:].abs().sum()==0
+
+def test_similarities_are_cosines():
+    l,g = torch.randn(7, 5, dtype=torch.float64),torch.randn(7, 5, dtype=torch.float64)
+    theta,theta_a = similarities(l, g)
+    for j in range(7): assert torch.isclose(theta[j], l[j]@g[j]/(l[j].norm()*g[j].norm()))
+    assert torch.isclose(theta_a, (l*g).sum()/(l.norm()*g.norm())) and similarities(torch.zeros(1, 5), torch.ones(1, 5))[0]==0
+
+def test_the_released_divergence_is_kl_of_softmaxed_packs_global_first():
+    l,g = torch.randn(4, 6, dtype=torch.float64),torch.randn(4, 6, dtype=torch.float64)
+    p,q = g.softmax(1),l.softmax(1)
+    torch.testing.assert_close(divergence(l, g), (p*(p/q).log()).sum(1))
+    small = g+1e-3*l
+    torch.testing.assert_close(divergence(small, g), ((p*(small-g)**2).sum(1)-(p*(small-g)).sum(1)**2)/2, rtol=1e-2, atol=0)
+
+def test_eq_7_on_raw_weights_does_not_exist_where_a_sign_changes():
+    g,l = torch.tensor([[1.,2.],[1.,-2.]]),torch.tensor([[2.,2.],[1.,2.]])
+    b = divergence(l, g, 'printed')
+    assert torch.isclose(b[0], 2*torch.tensor(2.).log()) and b[1].isnan()
+
+@given(st.lists(st.sampled_from([.1,.2,.5,.7,.9]), min_size=1, max_size=12), st.integers(1, 12))
+def test_selection(theta, budget):
+    t = torch.tensor(theta)
+    every,some = select(t, torch.tensor(.7)),select(t, torch.tensor(.7), budget)
+    assert every.tolist()==[j for j,v in enumerate(theta) if t[j] < torch.tensor(.7)] and len(some)==min(budget, len(every)) and set(some.tolist())<=set(every.tolist())
+    left = [j for j in every.tolist() if j not in some.tolist()]
+    assert not left or t[some].max() <= t[left].min()
+
+def test_everybody_sending_everything_with_equal_weights_is_the_plain_mean():
+    g = torch.randn(5, 4)
+    ds = [torch.randn(5, 4) for _ in range(3)]
+    new,valid = aggregate(g, [(torch.arange(5), d, torch.ones(5)) for d in ds])
+    torch.testing.assert_close(new, g+sum(ds)/3); assert valid.all()
+
+def test_keep_all_with_equal_weights_is_fedavg():
+    "All packs sent (θ_a above every θ_j), weights one: FedAvg with uniform weighting, up to rounding"
+    from unittest.mock import patch
+    from fedbook.methods import fedcspack
+    def everything(theta, theta_a, budget=None): return torch.arange(len(theta))
+    with patch.object(fedcspack, 'select', everything), patch.object(fedcspack, 'similarities', lambda l, g: (torch.ones(len(l)), torch.tensor(1.))), patch.object(fedcspack, 'divergence', lambda l, g, v: torch.zeros(len(l))):
+        a = run(federation(FedCSPACK(size=8, variant='released'), weighting='uniform'))[0]['server']['w']
+    b = run(federation(FedAvg(), weighting='uniform'))[0]['server']['w']
+    for k in a: torch.testing.assert_close(a[k], b[k])
+
+def test_a_client_keeps_what_the_server_did_not_move():
+    "Intended: its start is the server's model where a pack was moved in the last round, and its own model elsewhere; released: all the server's"
+    for variant in ('intended','released'):
+        fed = federation(FedCSPACK(size=8, variant=variant), rounds=1, per_round=4)
+        state,_ = one_round(fed, begin(fed), 0)
+        c = client_view(fed, state, 0, 1)
+        w,_ = fed.method.start(c)
+        valid = state['server']['valid'].repeat_interleave(8)[:len(flat(w))]
+        g = flat(state['server']['w'])
+        assert valid.any() and not valid.all()
+        if variant=='released': assert torch.equal(flat(w), g) and not state['memory']['0']
+        else: assert torch.equal(flat(w)[valid], g[valid]) and torch.equal(flat(w)[~valid], flat(state['memory']['0']['own'])[~valid]) and not torch.equal(flat(w)[~valid], g[~valid])
+
+def test_the_uplink_is_the_packs_their_places_and_weights():
+    fed = federation(FedCSPACK(size=8), rounds=1, per_round=4)
+    state,rows = one_round(fed, begin(fed), 0)
+    from fedbook.rounds import one_by_one
+    ms = [r['message'] for r in one_by_one(fed, begin(fed), [0,1,2,3], 0)]
+    assert [r[3] for r in rows if r[2]=='bytes_up']==[sum(len(m['at'])*(8*4+4+4) for m in ms)]
+
+def test_the_divergence_is_too_small_to_matter():
+    "Both weights against θ alone: the models differ by a thousandth of what the round changed; β alone is another method"
+    def after(weights): return flat(run(federation(FedCSPACK(size=8, weights=weights, variant='released'), local=Local(1, 4, SGD(.02))))[0]['server']['w'])
+    both,start = after('both'),flat(begin(federation())['server']['w'])
+    moved = (both-start).norm()
+    assert (after('cosine')-both).norm() < 2e-3*moved < (after('divergence')-both).norm()
+
+def test_one_pack_and_no_pack_sent():
+    "A pack larger than the model is the model: θ_j = θ_a, nothing is below, and the round says so"
+    with pytest.warns(UserWarning, match='No pack was sent'): state = run(federation(FedCSPACK(size=10**6), rounds=1))[0]
+    assert same(state['server']['w'], begin(federation())['server']['w'])
+
+GOOD = dict(at=torch.tensor([0,2]), packs=torch.ones(2, 3), weight=torch.ones(2))
+@pytest.mark.parametrize('change,word', [(dict(at=torch.tensor([0,3])), 'outside 0 … 2'), (dict(at=torch.tensor([-1,2])), 'outside'), (dict(at=torch.tensor([2,2])), 'twice'), (dict(packs=torch.ones(2, 4)), r'\[2, 4\]'),
+    (dict(packs=torch.ones(3, 3)), r'\[3, 3\]'), (dict(packs=torch.ones(2, 3).double()), 'float64'), (dict(packs=torch.full((2,3), float('nan'))), 'finite'), (dict(weight=torch.tensor([1.,-1.])), 'negative'), (dict(weight=torch.ones(3)), 'packs are'),
+    (dict(at=torch.tensor([0.,2.])), 'whole'), (dict(weight=None), 'lacks')])
+def test_a_message_that_does_not_fit_is_left_out_by_name(change, word):
+    m,w = FedCSPACK(size=3),dict(a=torch.zeros(9))
+    with pytest.warns(UserWarning, match=f'Message 2 of 3 is left out.*{word}'): state = m.merge(m.server(w), [GOOD, {**GOOD, **change}, GOOD], [1,1,1])
+    assert state['w']['a'].tolist()==[1,1,1,0,0,0,1,1,1]
+
+@pytest.mark.parametrize('bad,word', [(lambda: FedCSPACK(size=0), 'size'), (lambda: FedCSPACK(budget=0), 'budget'), (lambda: FedCSPACK(weights='cs'), 'weights'), (lambda: FedCSPACK(variant='x'), 'variant'), (lambda: pack(torch.ones(3), 0), 'pack')])
+def test_refusals(bad, word):
+    with pytest.raises(Refused, match=word): bad()
