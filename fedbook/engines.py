@@ -8,7 +8,7 @@ __all__ = ['CACHE', 'NO_GPU', 'TEAMS', 'ENGINES', 'BUDGET', 'SHORT', 'LONG', 'CH
            'out_of_memory', 'Traced', 'give_up', 'halve', 'stacked', 'cores', 'Processes', 'team_of', 'disband',
            'engine', 'used', 'possible', 'trial', 'round_seconds', 'measure', 'local_steps', 'kind', 'choice']
 
-# %% ../nbs/01_foundations/34_engines.ipynb #ff6773b3
+# %% ../nbs/01_foundations/34_engines.ipynb #095f5ebf
 from dataclasses import dataclass, replace
 import json, os, platform, time, warnings, weakref
 import numpy as np, torch
@@ -17,7 +17,7 @@ from .files import data_dir, fingerprint, writing
 from .method import Client, FedAvg, Local, plan
 from .models import Net
 from .rounds import AT_ONCE, begin, begin_client, client_view, draws, end_client, FederatedData, Federation, n_bytes, one_by_one, ready, sample_bytes
-from .tensors import channels_last, clone, leaves
+from .tensors import channels_last, clone, flatten, leaves
 from .trace import Bound, Step
 from .workers import Team
 
@@ -74,11 +74,12 @@ def steps(
 def augmented(d, x, stream):
     with stream: return d.augment(x)
 
-# %% ../nbs/01_foundations/34_engines.ipynb #6b1e1b91
+# %% ../nbs/01_foundations/34_engines.ipynb #407c9cc2
 def side_by_side(
     trees:list[dict], # Alike
 ) -> dict: # Each leaf [trees, …]; not to be changed in place
-    "Trees of many clients as one"
+    "Trees of many clients as one; raises `ValueError` where they are not alike"
+    if any(flatten(t).keys()!=flatten(trees[0]).keys() for t in trees[1:]): raise ValueError('its clients have received or remember different things')
     return leaves(lambda *ts: ts[0].expand(len(ts), *ts[0].shape) if all(t is ts[0] for t in ts) else torch.stack(ts), *trees)
 
 # %% ../nbs/01_foundations/34_engines.ipynb #a2f8fe60

@@ -3,8 +3,12 @@ from dataclasses import replace
 import pytest, torch, torch.nn.functional as F
 from fedbook.errors import Refused
 from fedbook.method import FedAvg, Local, method
+from fedbook.methods.fedala import FedALA
+from fedbook.methods.fedas import class_means, FedAS
+from fedbook.methods.feddbe import FedDBE
 from fedbook.methods.fednova import accumulation, FedNova
 from fedbook.methods.fedntd import FedNTD, not_true_distillation
+from fedbook.methods.fedpac import FedPAC, head_weights
 from fedbook.methods.fedspu import active_rows, FedSPU
 from fedbook.methods.moon import contrast, MOON
 from fedbook.optim import Cosine, SGD
@@ -111,3 +115,112 @@ def test_fedspu_trains_sends_and_merges_active_rows_only():
 @pytest.mark.parametrize('bad,word', [(lambda: MOON(mu=-1), 'mu'), (lambda: MOON(tau=0), 'tau'), (lambda: FedNTD(beta=-1), 'beta'), (lambda: FedSPU(share=0), 'share'), (lambda: FedSPU(share=1.1), 'share'), (lambda: method('moon', nu=1), 'nu')])
 def test_refusals(bad, word):
     with pytest.raises(Refused, match=word): bad()
+
+def test_fedala_mixes_only_the_head_and_learns_to_help():
+    fed = whole(FedALA(eta=1.), rounds=1, per_round=4, local=Local(3, 4, SGD(.2)))
+    state = run(fed)[0]
+    c = client_view(fed, state, 1, 1)
+    w = begin_client(fed, c)
+    own,new,a = state['memory']['1']['own'],state['server']['w'],c.memory['a']
+    assert set(a)=={'head.weight','head.bias'} and all(0 <= v.min() and v.max() <= 1 for v in a.values())
+    for k in w: torch.testing.assert_close(w[k], own[k]+(new[k]-own[k])*a[k] if k in a else new[k])
+    f = lambda w: F.cross_entropy(c.net.logits(w, {}, c.x), c.y)
+    assert f(w) < f(new)
+
+def test_fedala_is_fedavg_while_models_agree_and_learns_one_pass_later():
+    assert same(run(whole(FedALA(), rounds=1))[0]['server'], run(whole(FedAvg(), rounds=1))[0]['server'])
+    from unittest.mock import patch
+    fed = whole(FedALA(), rounds=1, per_round=4); state = run(fed)[0]
+    calls = []
+    def learn(self, c, own, new, a, n): calls.append(n); return a,1.
+    with patch.object(FedALA, 'learn', learn):
+        c = client_view(fed, state, 0, 1); begin_client(fed, c)
+        assert calls==list(range(11)) # ten equal losses are enough
+        again = client_view(fed, dict(state, memory={'0': c.memory}), 0, 2); begin_client(fed, again)
+    assert calls[11:]==[0]
+
+def test_feddbe_without_pull_and_mean_is_fedavg_s_gradient():
+    "The first step: FedAvg's, as the mean is zero and there is no consensus; the mean moves by the head's gradient"
+    fed,a,c = first_step(FedDBE(kappa=9.)); _,b,_ = first_step(FedAvg())
+    close(a, b, rtol=1e-5, atol=1e-7)
+
+def test_feddbe_pulls_features_to_the_consensus():
+    fed = whole(FedDBE(kappa=7.), sizes=(20,), per_round=1, rounds=1, local=Local(1, 100, SGD(.1)))
+    state = begin(fed); state['server']['consensus'] = torch.linspace(-1, 1, 8)
+    a = one_by_one(fed, state, [0], 0)[0]['message']['w']; _,b,c = first_step(FedAvg())
+    g,_ = gradient(lambda w: ((c.net.features(w, {}, c.x).mean(0)-state['server']['consensus'])**2).mean()/2, c.message['w'])
+    for k in a: torch.testing.assert_close(a[k], b[k]-.1*7*g[k], rtol=1e-4, atol=1e-6)
+
+def test_feddbe_personal_model_is_the_shifted_one_and_the_mean_is_never_sent():
+    fed = whole(FedDBE(), rounds=2, per_round=4)
+    state = run(fed)[0]
+    c,w = client_view(fed, state, 2, 2),fed.method.personal(state['server'], state['memory']['2'])
+    z = c.net.features(state['server']['w'], {}, c.x)+state['memory']['2']['mean']
+    torch.testing.assert_close(c.net.logits(w, {}, c.x), c.net.head(state['server']['w'], z))
+    r = one_by_one(fed, state, [2], 2)[0]
+    assert set(r['message'])=={'w','consensus'} and set(r['message']['w'])==set(state['server']['w']) and state['memory']['2']['mean'].abs().sum() > 0
+
+def test_fedas_aligns_the_body_and_keeps_the_head():
+    fed = whole(FedAS(lr=.1), rounds=2, per_round=4, local=Local(2, 4, SGD(.3)))
+    state = run(fed)[0]
+    c = client_view(fed, state, 1, 2); own,x = c.memory['own'],c.x
+    w = begin_client(fed, c)
+    goal = class_means(c.net.features(own, {}, x), c.y, 3)[0][c.y]
+    def gap(w): return F.mse_loss(c.net.features(w, {}, x), goal)
+    assert gap(w) < gap(state['server']['w']) and all(torch.equal(w[k], own[k]) for k in w if k.startswith('head'))
+    personal = fed.method.personal(state['server'], state['memory']['1'])
+    assert all(torch.equal(v, (own if k.startswith('head') else state['server']['w'])[k]) for k,v in personal.items())
+
+def test_fedas_weighs_by_the_squared_gradients_of_its_batches():
+    fed = whole(FedAS(), sizes=(20,), per_round=1, rounds=1, local=Local(1, 100, SGD(.1)))
+    m = one_by_one(fed, begin(fed), [0], 0)[0]['message']; c = client_view(fed, begin(fed), 0, 0)
+    g,_ = gradient(lambda w: F.cross_entropy(c.net.logits(w, {}, c.x), c.y), m['w'])
+    torch.testing.assert_close(m['trace'], sum(v.square().sum() for v in g.values()))
+
+def test_fedas_aligns_a_copy_and_not_the_server_s_model():
+    fed = whole(FedAS(lr=.5)); state = begin(fed); before = {k: v.clone() for k,v in state['server']['w'].items()}
+    one_by_one(fed, state, [0,1,2], 0)
+    assert same(before, state['server']['w'])
+
+def test_head_weights_are_the_optimum_on_the_simplex():
+    import numpy as np
+    g = torch.Generator().manual_seed(0)
+    hs,vs = [torch.randn(3, 4, generator=g) for _ in range(6)],[.5,1.,2.,.1,3.,1.]
+    for i in range(6):
+        d = torch.stack([hs[i]-h for h in hs]).flatten(1).double().numpy(); p = np.diag(vs)+d@d.T
+        a = head_weights(i, vs, hs)
+        assert a.min() >= 0 and abs(a.sum()-1) < 1e-9
+        for b in np.random.default_rng(i).dirichlet(np.ones(6), 200): assert a@p@a <= b@p@b+1e-4
+
+def test_clients_that_are_alike_share_heads_by_their_samples():
+    h = torch.ones(2, 3)
+    assert abs(head_weights(0, [.1, .2], [h, h])[0]-2/3) < 1e-4 and head_weights(1, [1., 1.], [h, 1e3*h]).tolist()==[0, 1]
+
+def test_fedpac_trains_the_head_first_and_then_only_the_body():
+    fed = whole(FedPAC(), rounds=1, per_round=4, local=Local(1, 4, SGD(.1, .9, .01)))
+    state = begin(fed); c = client_view(fed, state, 2, 0)
+    w = begin_client(fed, c); w0 = state['server']['w']
+    assert all(torch.equal(w[k], w0[k])==(not k.startswith('head')) for k in w)
+    m = one_by_one(fed, state, [2], 0)[0]['message']
+    assert all(torch.equal(m['w'][k], w[k])==k.startswith('head') for k in w)
+
+def test_fedpac_pulls_known_classes_to_their_prototypes():
+    fed = whole(FedPAC(lam=3.), sizes=(20,), per_round=1, rounds=1, local=Local(1, 100, SGD(.1)))
+    def after(**extra): state = begin(fed); state['server'].update(extra); return one_by_one(fed, state, [0], 0)[0]['message']['w'],client_view(fed, state, 0, 0)
+    p,known = torch.linspace(-1, 1, 24).view(3, 8),torch.tensor([True,False,True])
+    (a,c),(b,_) = after(prototypes=p, known=known),after()
+    w = begin_client(fed, c)
+    def pull(w): z = c.net.features(w, {}, c.x); return (known[c.y][:,None]*(z-p[c.y])).square().mean()
+    g,_ = gradient(pull, w)
+    for k in a: torch.testing.assert_close(a[k], b[k]-.1*3*g[k]*(not k.startswith('head')), rtol=1e-4, atol=1e-6)
+
+def test_fedpac_gives_each_client_its_own_head():
+    fed = whole(FedPAC(), rounds=1, per_round=3)
+    state = run(fed)[0]
+    heads = state['server']['heads']
+    assert len(heads)==3
+    for i in range(4):
+        sent = fed.method.send(state['server'], i)['w']
+        assert same({k: v for k,v in sent.items() if k.startswith('head')}, heads[str(i)] if str(i) in heads else {k: v for k,v in state['server']['w'].items() if k.startswith('head')})
+    resumed = whole(FedPAC(), rounds=2, per_round=3)
+    assert run(resumed)[0]['server']['known'].any()

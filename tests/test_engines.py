@@ -47,7 +47,7 @@ LOCALS = dict(sgd=Local(2, 4, SGD(.1, .9, 1e-3)), plain=Local(3, 4, SGD(.1), Cos
 MODULES = dict(plain=lambda: mlp(blocks=True), batchnorm=normed, dropout=lambda: mlp(dropout=.4, blocks=True))
 ROUNDING = dict(traced=Traced, stacked=stacked, two=lambda: Traced(2))
 
-SOME = [('sgd','plain'), ('adamw','batchnorm'), ('plain','dropout')] # for every method; all pairs for FedAvg
+SOME = [('sgd','batchnorm'), ('adamw','plain'), ('plain','dropout')] # for every method; all pairs for FedAvg
 GRID = [(n, m, l) for n in sorted(methods()) for l in LOCALS for m in MODULES if n=='fedavg' or (l, m) in SOME]
 
 @pytest.mark.parametrize('engine', ROUNDING.values(), ids=ROUNDING)

@@ -97,7 +97,7 @@ def fits(
     if wrong: warnings.warn(f'Message {which} is left out: {wrong}.')
     return not wrong
 
-# %% ../../nbs/02_methods/30_fedcspack.ipynb #42defb8c
+# %% ../../nbs/02_methods/30_fedcspack.ipynb #d1c559a8
 @dataclass(frozen=True)
 class FedCSPACK(FedAvg):
     "Send the packs that turned farthest, merge them by dual weights (paper 003, Algorithm 1)"
@@ -113,7 +113,7 @@ class FedCSPACK(FedAvg):
 
     def server(self, w): return dict(super().server(w), valid=torch.ones(len(pack(flat(w), self.size)), dtype=torch.bool, device=flat(w).device))
     def send(self, state, i): return dict(w=state['w'], valid=state['valid'])
-    def start(self, c): return self.personal(c.message, c.memory), c.memory
+    def start(self, c): return self.personal(c.message, c.memory), {}
 
     def personal(self, state, memory): # what the server has just moved is the server's, the rest its own
         if self.variant=='released' or 'own' not in memory: return state['w']
