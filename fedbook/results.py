@@ -347,19 +347,20 @@ def check_runs(
     known = {m: m for r in records for _,_,m,_ in r['rows']}
     for m in metrics if records else (): choose(m, known, 'metric in these runs')
 
-# %% ../nbs/01_foundations/40_results.ipynb #562f5215
+# %% ../nbs/01_foundations/40_results.ipynb #997b8bea
 def comparison(
     records:list[dict], # Runs of one table and profile
     printed, # The paper's cells: `papers.printed(...)`, or a list of dicts of coordinates and metrics
     index:list[str]=None, # Coordinates of a cell; not needed with `papers.printed(...)`
-    metrics:list[str]=('accuracy','loss'), # Metrics to compare
+    metrics:list[str]=None, # Metrics to compare; `None`: those the paper prints, or accuracy and loss
     at:str='last', # The round: 'last' or 'validation'
 ) -> Comparison:
     "Our values beside the printed ones; raises `Refused` where runs of several tables or settings are mixed"
     import pandas as pd
     choose(at, ROUNDS, 'choice of round')
+    cells,own,theirs = (printed, (), ('accuracy','loss')) if isinstance(printed, list) else (printed.cells, printed.index, printed.metrics)
+    metrics = metrics or theirs
     check_runs(records, metrics)
-    cells,own = (printed, ()) if isinstance(printed, list) else (printed.cells, printed.index)
     index = list(index or own)
     require(index, 'Name the coordinates of these cells, e.g. index=["classes"].')
     for k in index: choose(k, cells[0], 'coordinate in these cells')
