@@ -10,6 +10,7 @@ from fedbook.methods.fednova import accumulation, FedNova
 from fedbook.methods.fedntd import FedNTD, not_true_distillation
 from fedbook.methods.fedpac import FedPAC, head_weights
 from fedbook.methods.fedspu import active_rows, FedSPU
+from fedbook.methods.localonly import LocalOnly
 from fedbook.methods.moon import contrast, MOON
 from fedbook.optim import Cosine, SGD
 from fedbook.rounds import begin, begin_client, client_view, one_by_one, run
@@ -224,3 +225,12 @@ def test_fedpac_gives_each_client_its_own_head():
         assert same({k: v for k,v in sent.items() if k.startswith('head')}, heads[str(i)] if str(i) in heads else {k: v for k,v in state['server']['w'].items() if k.startswith('head')})
     resumed = whole(FedPAC(), rounds=2, per_round=3)
     assert run(resumed)[0]['server']['known'].any()
+
+def test_local_training_is_fedavg_with_one_client_and_sends_nothing():
+    fed = whole(LocalOnly(), per_round=4)
+    state,rows = run(fed)
+    assert same(state['server'], begin(fed)['server']) and sum(r[3] for r in rows if r[2].startswith('bytes'))==0
+    alone = replace(fed, method=FedAvg(), protocol=replace(fed.protocol, per_round=1))
+    w = begin(alone)
+    for r in range(3): reply = one_by_one(alone, w, [2], r)[0]; w = dict(w, server=dict(w=reply['message']['w']))
+    assert same(fed.method.personal(state['server'], state['memory']['2']), w['server']['w'])

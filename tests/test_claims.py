@@ -30,6 +30,10 @@ def test_verdicts(better, word):
     t = verdict(*better)
     assert t['verdict']==word and abs(t['difference']-sum(better)/len(better)) < 1e-9 and t['share']==sum(b > 0 for b in better)/len(better)
 
+def test_one_pair_that_goes_the_other_way_is_enough_to_fail():
+    records = [run(s, v, epochs=e) for s in (0,1) for e,v in ((4,50.),(8,60.),(16,55.))]
+    assert examined(Claim('x', '000-table6', '', '', [[dict(epochs=8), dict(epochs=4)], [dict(epochs=16), dict(epochs=8)]]), records, 'intended')['verdict']=='fails'
+
 def test_lower_may_be_better():
     c = Claim('x', '000-table6', '', '', [[dict(epochs=8), dict(epochs=4)]], better='lower')
     assert verdict(-1., -2., c=c)['verdict']=='holds' and verdict(1., c=c)['verdict']=='fails'

@@ -79,6 +79,12 @@ def test_a_layer_client_trains_k_blocks_masked_and_the_end_whole(criterion):
             if lies_in(k, active): assert abs(m.sum()-.4*m.numel()) <= 1
             else: assert m.all()==m.any()==(k.startswith(('body.norm','head')))
 
+def test_the_lowest_losses_are_chosen():
+    from unittest.mock import patch
+    losses = lambda net, w, *rest: {b: float((7*i) % 4) for i,b in enumerate(blocks(w))} # 0, 3, 2, 1
+    with patch.dict(CRITERIA, step=losses):
+        for fed,c,mask in masks(PTaLoS(k=2, deterministic_round=1, **QUICK), 0): assert fed.method.layers(c, c.message['w'], mask)==('body.blocks.0','body.blocks.3')
+
 def test_the_printed_layer_client_trains_blocks_alone_and_whole():
     for fed,c,mask in masks(PTaLoS(k=1, deterministic_round=1, variant='printed', **QUICK), 0):
         trains = {k for k,m in mask.items() if m.any()}
