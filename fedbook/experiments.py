@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['COMPUTES', 'Setting', 'local', 'protocol', 'device', 'dataset', 'classifier', 'preparation', 'frozen_features',
-           'network', 'split', 'federation', 'code_fingerprint', 'bare', 'Case', 'run_case', 'device_name', 'estimate',
+           'network', 'split', 'federation', 'bare', 'code_fingerprint', 'Case', 'run_case', 'device_name', 'estimate',
            'timed', 'run_cases', 'progress']
 
 # %% ../nbs/01_foundations/50_experiments.ipynb #bf166bc4
@@ -130,18 +130,6 @@ def federation(
     data = FederatedData(x, y, [train[c] for c in parts.clients], (tx,ty), (x[val],y[val]) if len(val) else None, own, prepare)
     return Federation(method(**s.method), net, data, local(**s.local), protocol(**s.protocol), seed)
 
-# %% ../nbs/01_foundations/50_experiments.ipynb #856fe9ec
-COMPUTES = ('streams','tensors','settings','data','partition','models','optim','features','method','rounds')
-
-@lru_cache(maxsize=None)
-def code_fingerprint(
-    name:str, # A method's name
-) -> str: # 16 hexadecimal digits
-    "A hash of the code that a method's numbers depend on, without its comments and docstrings"
-    own = {c.__module__.removeprefix('fedbook.') for c in combined(*name.split('+')).__mro__ if c.__module__.startswith('fedbook.methods.')}
-    files = [Path(fedbook.__file__).parent/f'{m.replace(".", "/")}.py' for m in (*COMPUTES, *sorted(own))]
-    return fingerprint(*(bare(p.read_text()) for p in files))
-
 # %% ../nbs/01_foundations/50_experiments.ipynb #a6645eff
 def bare(
     source:str, # Python
@@ -153,6 +141,18 @@ def bare(
         if isinstance(body, list) and body and isinstance(body[0], ast.Expr) and isinstance(getattr(body[0], 'value', None), ast.Constant):
             node.body = body[1:] or [ast.Pass()]
     return ast.unparse(tree)
+
+# %% ../nbs/01_foundations/50_experiments.ipynb #856fe9ec
+COMPUTES = ('streams','tensors','settings','data','partition','models','optim','features','method','rounds')
+
+@lru_cache(maxsize=None)
+def code_fingerprint(
+    name:str, # A method's name
+) -> str: # 16 hexadecimal digits
+    "A hash of the code that a method's numbers depend on, without its comments and docstrings"
+    own = {c.__module__.removeprefix('fedbook.') for c in combined(*name.split('+')).__mro__ if c.__module__.startswith('fedbook.methods.')}
+    files = [Path(fedbook.__file__).parent/f'{m.replace(".", "/")}.py' for m in (*COMPUTES, *sorted(own))]
+    return fingerprint(*(bare(p.read_text()) for p in files))
 
 # %% ../nbs/01_foundations/50_experiments.ipynb #7b0ecc2f
 @dataclass(frozen=True)
