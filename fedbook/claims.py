@@ -41,17 +41,17 @@ def holds_in_print(
     t,sign = printed(claim.table),1 if claim.better=='higher' else -1
     return all(sign*(t.value(a, claim.metric)-t.value(b, claim.metric)) > 0 for a,b in claim.pairs)
 
-# %% ../nbs/01_foundations/42_claims.ipynb #bf8835ee
+# %% ../nbs/01_foundations/42_claims.ipynb #9189a4ce
 def examined(
     claim:Claim, # The claim
     records:list[dict], # Runs of its table
     variant:str, # Whose behaviour
 ) -> dict: # verdict, pairs, and of the weakest pair: difference, low, high, share
     "A claim on our runs"
-    ran = {v for r in records if r['variant']==variant for v in [tuple(sorted(r['cell'].items(), key=str))]}
-    def there(cell): return any(set(cell.items()) <= set(v) for v in ran)
-    pairs = [(a, b) for a,b in claim.pairs if there(a) and there(b)]
-    if not pairs: return dict(verdict='not tested', pairs=0)
+    def setups(cell): return {(r['model'], r['data']) for r in records if r['variant']==variant and cell.items() <= r['cell'].items()}
+    ran = [(a, b) for a,b in claim.pairs if setups(a) and setups(b)]
+    pairs = [(a, b) for a,b in ran if setups(a)==setups(b)]
+    if not pairs: return dict(verdict='not tested' + ': its cells have different backbones or data'*bool(ran), pairs=0)
     sign = 1 if claim.better=='higher' else -1
     found = [paired(records, {**a, 'variant': variant}, {**b, 'variant': variant}, claim.metric, claim.better) for a,b in pairs]
     weakest = min(range(len(found)), key=lambda i: (found[i].share, sign*found[i].mean))

@@ -5,7 +5,7 @@ from fedbook.errors import Refused
 from fedbook.papers import printed, printed_ids
 
 EVERY = claims()
-def run(seed, accuracy, variant='intended', **cell): return dict(seed=seed, cell=cell, variant=variant, fingerprint=f'{seed}{cell}{variant}', rows=[[1, None, 'accuracy', accuracy]], paper='000', table='000-table6', profile='smoke')
+def run(seed, accuracy, variant='intended', model='vit', **cell): return dict(model=model, data='x', seed=seed, cell=cell, variant=variant, fingerprint=f'{seed}{cell}{variant}', rows=[[1, None, 'accuracy', accuracy]], paper='000', table='000-table6', profile='smoke')
 def verdict(*better, c=None): # per seed, by how much 8 epochs beat 4
     records = [r for s,d in enumerate(better) for r in (run(s, 50., epochs=4), run(s, 50.+d, epochs=8))]
     return examined(c or Claim('x', '000-table6', '', '', [[dict(epochs=8), dict(epochs=4)]]), records, 'intended')
@@ -44,6 +44,11 @@ def test_the_weakest_pair_is_named_and_missing_cells_are_counted():
     t = examined(c, records, 'intended')
     assert t['weakest']=='epochs 16 against epochs 8' and t['verdict']=='holds (2 of 3 pairs)' and t['difference']==1
     assert examined(c, records, 'released')==dict(verdict='not tested', pairs=0)
+
+def test_cells_with_different_backbones_are_not_compared():
+    records = [run(0, 50., epochs=4), run(0, 60., model='cnn', epochs=8)]
+    t = examined(Claim('x', '000-table6', '', '', [[dict(epochs=8), dict(epochs=4)]]), records, 'intended')
+    assert t==dict(verdict='not tested: its cells have different backbones or data', pairs=0)
 
 def test_a_table_of_verdicts():
     t = verdicts('000-table6', [run(s, v, variant, epochs=e, rounds=20) for s in (0,1) for variant in ('intended','released') for e,v in ((4,50.),(8,60.),(16,61.))])
