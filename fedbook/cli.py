@@ -86,14 +86,14 @@ def environment():
     vision()
     print('GPU         ', torch.cuda.get_device_name() if torch.cuda.is_available() else 'none; everything runs on the CPU')
 
-# %% ../nbs/01_foundations/61_cli.ipynb #978707c1
+# %% ../nbs/01_foundations/61_cli.ipynb #52576649
 def profiles() -> int:
     "What each profile could run here"
     from fedbook.data import describe
     from fedbook.manifest import experiments, PROFILES
     here = {r['name']: r['where'] for r in describe()}
     for p in PROFILES:
-        missing = sorted({e.parameters(p)['data'] for e in experiments().values() if not here.get(e.parameters(p)['data'])})
+        missing = sorted({d for e in experiments().values() if (d := e.parameters(p).get('data')) and not here.get(d)})
         print(f'profile {p:7} ' + ('has its data' if not missing else f'needs {", ".join(missing)}: fedbook data fetch {missing[0]}'))
     return 0
 
