@@ -50,13 +50,12 @@ ROUNDING = dict(traced=Traced, stacked=stacked, two=lambda: Traced(2))
 SOME = [('sgd','batchnorm'), ('adamw','plain'), ('plain','dropout')] # for every method; all pairs for FedAvg
 GRID = [(n, m, l) for n in sorted(methods()) for l in LOCALS for m in MODULES if n=='fedavg' or (l, m) in SOME]
 
-@pytest.mark.parametrize('engine', ROUNDING.values(), ids=ROUNDING)
-@pytest.mark.parametrize('name,module,local', GRID)
+@pytest.mark.parametrize('name,module,local,engine', [(*g, e) for g in GRID for e in ROUNDING if g[0]=='fedavg' or e=='stacked' or (e=='traced' and g[1]=='batchnorm')])
 def test_traced_steps_are_one_by_one(name, module, local, engine):
     "Unequal clients, unequal numbers of steps, statistics of BatchNorm, draws of dropout: 1e-5 in float32, 1e-10 in float64"
     for precision,bound in ((lambda f: f, 1e-5), (precise, 1e-10)):
         fed = precision(federation(fitting(name), module=MODULES[module](), local=LOCALS[local]))
-        (a,rows),(b,rows_b) = run(fed),run(fed, engine=engine())
+        (a,rows),(b,rows_b) = run(fed),run(fed, engine=ROUNDING[engine]())
         assert distance(models(a), models(b)) < bound and distance(a, b) < 100*bound # what a server keeps of differences of models has fewer digits
         assert [r[:3] for r in rows]==[r[:3] for r in rows_b]
         assert np.allclose([r[3] for r in rows if 'loss' in r[2]], [r[3] for r in rows_b if 'loss' in r[2]], rtol=1e-4)
@@ -68,8 +67,7 @@ def test_it_does_not_matter_when_a_shape_is_traced(often, monkeypatch):
     fed = precise(federation(sizes=(9,9,14,3,9), per_round=5, module=mlp(bn=True, dropout=.2)))
     assert distance(run(fed)[0], run(fed, engine=stacked())[0]) < 1e-10
 
-@pytest.mark.parametrize('workers', [1, 2, 3])
-@pytest.mark.parametrize('name', sorted(methods()))
+@pytest.mark.parametrize('name,workers', [('fedavg', 1), ('fedavg', 3), *((n, 2) for n in sorted(methods()))])
 def test_processes_are_one_by_one_to_the_bit(name, workers, one_thread):
     fed = federation(fitting(name), module=mlp(bn=True, dropout=.3, blocks=True))
     (a,rows),(b,rows_b) = run(fed),run(fed, engine=Processes(workers))
