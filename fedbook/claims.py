@@ -5,12 +5,12 @@
 # %% auto #0
 __all__ = ['Claim', 'claims', 'holds_in_print', 'examined', 'against', 'verdicts', 'shown']
 
-# %% ../nbs/01_foundations/42_claims.ipynb #fff1dc0d
+# %% ../nbs/01_foundations/42_claims.ipynb #0b7d1721
 from dataclasses import dataclass
 from pathlib import Path
 from .errors import choose
 from .papers import asset, printed
-from .results import paired, Table
+from .results import paired, stand_ins, Table
 
 # %% ../nbs/01_foundations/42_claims.ipynb #b836da53
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ def against(a:dict, b:dict) -> str:
     common = ', '.join(f'{k} {v}' for k,v in a.items() if b.get(k)==v)
     return f'{words(a, b)} against {words(b, a)}' + (f' ({common})' if common else '')
 
-# %% ../nbs/01_foundations/42_claims.ipynb #f4651b71
+# %% ../nbs/01_foundations/42_claims.ipynb #52073cec
 def verdicts(
     table:str, # A printed table's id
     records:list[dict], # Its runs
@@ -76,7 +76,9 @@ def verdicts(
     import pandas as pd
     rows = [[c.text, 'yes' if holds_in_print(c) else 'no', v, *shown(examined(c, records, v))] for c in claims(table) for v in dict.fromkeys(r['variant'] for r in records)]
     columns = ['claim','in the printed numbers','variant','verdict','weakest pair','difference [95 %]','seeds in favour']
-    return Table(pd.DataFrame(rows, columns=columns), 'Claims about this table', ['A claim holds if the better cell of every pair is better with every seed.'])
+    used = dict.fromkeys(w for r in records for w in stand_ins(r))
+    notes = ['A claim holds if the better cell of every pair is better with every seed.', *([f'Stand-ins: {"; ".join(used)}.'] if used else [])]
+    return Table(pd.DataFrame(rows, columns=columns), 'Claims about this table', notes)
 
 def shown(t:dict) -> list[str]:
     "A test in four texts"

@@ -5,7 +5,7 @@ from fedbook.errors import Refused
 from fedbook.papers import printed, printed_ids
 
 EVERY = claims()
-def run(seed, accuracy, variant='intended', model='vit', **cell): return dict(model=model, data='x', seed=seed, cell=cell, variant=variant, fingerprint=f'{seed}{cell}{variant}', rows=[[1, None, 'accuracy', accuracy]], paper='000', table='000-table6', profile='smoke')
+def run(seed, accuracy, variant='intended', model='vit', **cell): return dict(model=model, data='x', stand_in=dict(model='a toy'), seed=seed, cell=cell, variant=variant, fingerprint=f'{seed}{cell}{variant}', rows=[[1, None, 'accuracy', accuracy]], paper='000', table='000-table6', profile='smoke')
 def verdict(*better, c=None): # per seed, by how much 8 epochs beat 4
     records = [r for s,d in enumerate(better) for r in (run(s, 50., epochs=4), run(s, 50.+d, epochs=8))]
     return examined(c or Claim('x', '000-table6', '', '', [[dict(epochs=8), dict(epochs=4)]]), records, 'intended')
@@ -52,7 +52,7 @@ def test_cells_with_different_backbones_are_not_compared():
 
 def test_a_table_of_verdicts():
     t = verdicts('000-table6', [run(s, v, variant, epochs=e, rounds=20) for s in (0,1) for variant in ('intended','released') for e,v in ((4,50.),(8,60.),(16,61.))])
-    assert t.frame.verdict.tolist()==['holds','holds'] and t.frame['in the printed numbers'].tolist()==['yes','yes'] and 'epochs 16 against epochs 8' in t.to_markdown()
+    assert t.frame.verdict.tolist()==['holds','holds'] and t.frame['in the printed numbers'].tolist()==['yes','yes'] and 'epochs 16 against epochs 8' in t.to_markdown() and 'a toy' in t.to_markdown()
 
 def test_words(): assert against(dict(a=1, b=2), dict(a=1, b=3))=='b 2 against b 3 (a 1)'
 

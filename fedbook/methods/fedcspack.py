@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['flat', 'unflat', 'pack', 'similarities', 'divergence', 'select', 'aggregate', 'fits', 'FedCSPACK']
 
-# %% ../../nbs/02_methods/30_fedcspack.ipynb #aa4f761f
+# %% ../../nbs/02_methods/30_fedcspack.ipynb #fe3474a2
 from dataclasses import dataclass
 import warnings
 import torch, torch.nn.functional as F
@@ -13,7 +13,6 @@ from torch import Tensor
 from ..errors import choose, require
 from ..method import FedAvg
 from ..settings import setting
-from ..tensors import tmap
 
 # %% ../../nbs/02_methods/30_fedcspack.ipynb #c81ec47c
 def flat(
