@@ -8,7 +8,7 @@ __all__ = ['CACHE', 'NO_GPU', 'TEAMS', 'ENGINES', 'BUDGET', 'SHORT', 'LONG', 'CH
            'out_of_memory', 'Traced', 'give_up', 'halve', 'stacked', 'cores', 'Processes', 'team_of', 'disband',
            'engine', 'used', 'possible', 'trial', 'round_seconds', 'measure', 'local_steps', 'kind', 'choice']
 
-# %% ../nbs/01_foundations/34_engines.ipynb #095f5ebf
+# %% ../nbs/01_foundations/34_engines.ipynb #833b7e07
 from dataclasses import dataclass, replace
 import json, os, platform, time, warnings, weakref
 import numpy as np, torch
@@ -16,9 +16,10 @@ from .errors import choose, Refused, require
 from .files import data_dir, fingerprint, writing
 from .method import Client, FedAvg, Local, plan
 from .models import Net
-from .rounds import AT_ONCE, begin, begin_client, client_view, draws, end_client, FederatedData, Federation, n_bytes, one_by_one, ready, sample_bytes
+from .rounds import AT_ONCE, begin, begin_client, client_view, draws, end_client, FederatedData, Federation, one_by_one, ready, sample_bytes
 from .tensors import channels_last, clone, flatten, leaves
 from .trace import Bound, Step
+from .wire import nbytes
 from .workers import Team
 
 # %% ../nbs/01_foundations/34_engines.ipynb #2b321872
@@ -141,7 +142,7 @@ class FellBack(UserWarning): "An engine goes on in another way"
 
 def out_of_memory(e:Exception) -> bool: return isinstance(e, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in str(e)
 
-# %% ../nbs/01_foundations/34_engines.ipynb #cc178e38
+# %% ../nbs/01_foundations/34_engines.ipynb #6a82cf9b
 @dataclass
 class Traced:
     "An engine of traced local steps, `at_once` clients at a time; equal to one by one up to rounding"
@@ -149,7 +150,7 @@ class Traced:
     obstacle: str = '' # Why it goes one by one
 
     def __call__(self, fed:Federation, state:dict, ids:list, r:int) -> list: # Replies in the order of `ids`
-        replies,most = [],CACHE//n_bytes(state['server']['w']) if fed.data.x.device.type=='cpu' else len(ids)
+        replies,most = [],CACHE//nbytes(state['server']['w']) if fed.data.x.device.type=='cpu' else len(ids)
         while len(replies) < len(ids) and not self.obstacle:
             some = ids[len(replies):len(replies)+min(self.at_once, max(1, most))]
             try: replies += train(fed, [client_view(fed, state, i, r) for i in some])

@@ -4,15 +4,15 @@
 
 # %% auto #0
 __all__ = ['COMPUTES', 'Setting', 'local', 'protocol', 'device', 'dataset', 'classifier', 'preparation', 'frozen_features',
-           'network', 'split', 'federation', 'bare', 'code_fingerprint', 'Case', 'run_case', 'device_name', 'estimate',
-           'timed', 'run_cases', 'progress']
+           'network', 'split', 'resplit', 'federation', 'bare', 'code_fingerprint', 'Case', 'run_case', 'device_name',
+           'estimate', 'timed', 'run_cases', 'progress']
 
-# %% ../nbs/01_foundations/50_experiments.ipynb #bf166bc4
+# %% ../nbs/01_foundations/50_experiments.ipynb #505a0eed
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 import ast, json, platform, time
-import torch
+import numpy as np, torch
 from tqdm.auto import tqdm
 import fedbook
 from . import data as datasets, partition as partitions
@@ -25,8 +25,9 @@ from .optim import OPTIMISERS, SCHEDULES
 from .results import append, read
 from .rounds import begin, evaluate, FederatedData, Federation, Protocol, ready, run
 from .settings import check_names, Checked, make, setting
+from .streams import stream
 
-# %% ../nbs/01_foundations/50_experiments.ipynb #e9cd9ce6
+# %% ../nbs/01_foundations/50_experiments.ipynb #4b9c748d
 @dataclass(frozen=True)
 class Setting(Checked):
     "One experiment but for its seed; raises `Refused` for anything unknown"
@@ -40,6 +41,7 @@ class Setting(Checked):
     protocol: dict = field(default_factory=dict) # Settings of `Protocol`
     validation: float = setting(.1, 'share of the training data kept as validation part', low=0, high=.9)
     personal: bool = False # Score each client's model on test images in its class shares, too?
+    leaky: bool = False # Share out the test set among the clients, too, and train on three quarters of what each one gets?
 
     def __post_init__(self):
         super().__post_init__()
@@ -115,7 +117,17 @@ def split(d, share:float, seed:int): # Two index arrays
     labels = d.labels('train').numpy()
     return datasets.split_validation(labels, share, seed) if share else (torch.arange(len(labels)).numpy(), [])
 
-# %% ../nbs/01_foundations/50_experiments.ipynb #f28d63a6
+# %% ../nbs/01_foundations/50_experiments.ipynb #94b79943
+def resplit(
+    clients:list, # Per client, positions in the training set followed by the test set
+    n:int, # Samples of the training set
+    seed:int, # The run's seed
+) -> tuple[list, list]: # Per client, positions to train on, and positions in the test set that it leaves out
+    "Each client's samples, 75 to 25"
+    parts = [np.split(stream(seed, 'resplit', i).permutation(c), [-(-3*len(c)//4)]) for i,c in enumerate(clients)]
+    return [train for train,_ in parts],[np.sort(rest[rest >= n]) - n for _,rest in parts]
+
+# %% ../nbs/01_foundations/50_experiments.ipynb #0dd6ffd4
 def federation(
     s:Setting, # The experiment
     seed:int=0, # Decides the validation part, the partition, fresh weights and all training
@@ -125,9 +137,12 @@ def federation(
     d,(x,tx,net,prepare) = dataset(s.data),network(s, seed, device)
     y,ty = d.labels('train').to(device),d.labels('test').to(device)
     train,val = split(d, s.validation, seed)
-    parts = partitions.make(s.partition['name'], d.labels('train').numpy()[train], seed=seed, **{k: v for k,v in s.partition.items() if k!='name'})
-    own = partitions.matched_test(parts, ty.cpu().numpy(), seed=seed) if s.personal else None
-    data = FederatedData(x, y, [train[c] for c in parts.clients], (tx,ty), (x[val],y[val]) if len(val) else None, own, prepare)
+    if s.leaky: x,y,train = torch.cat([x, tx]),torch.cat([y, ty]),np.concatenate([train, np.arange(len(y), len(y)+len(ty))])
+    parts = partitions.make(s.partition['name'], y.cpu().numpy()[train], seed=seed, **{k: v for k,v in s.partition.items() if k!='name'})
+    clients,own = [train[c] for c in parts.clients],None
+    if s.leaky: clients,own = resplit(clients, len(y)-len(ty), seed)
+    elif s.personal: own = partitions.matched_test(parts, ty.cpu().numpy(), seed=seed)
+    data = FederatedData(x, y, clients, (tx,ty), (x[val],y[val]) if len(val) else None, own, prepare)
     return Federation(method(**s.method), net, data, local(**s.local), protocol(**s.protocol), seed)
 
 # %% ../nbs/01_foundations/50_experiments.ipynb #a6645eff
@@ -142,8 +157,8 @@ def bare(
             node.body = body[1:] or [ast.Pass()]
     return ast.unparse(tree)
 
-# %% ../nbs/01_foundations/50_experiments.ipynb #856fe9ec
-COMPUTES = ('streams','tensors','settings','data','partition','models','optim','features','method','rounds')
+# %% ../nbs/01_foundations/50_experiments.ipynb #c3ea18cc
+COMPUTES = ('streams','tensors','wire','settings','data','partition','models','optim','features','method','rounds')
 
 @lru_cache(maxsize=None)
 def code_fingerprint(

@@ -1,4 +1,5 @@
 "FedCSPACK's steps by hand, its identities, and messages that do not fit."
+from dataclasses import replace
 import warnings
 import pytest, torch
 from hypothesis import given, strategies as st
@@ -6,7 +7,8 @@ from fedbook.errors import Refused
 from fedbook.method import FedAvg, Local
 from fedbook.methods.fedcspack import aggregate, divergence, FedCSPACK, fits, flat, pack, select, similarities, unflat
 from fedbook.optim import SGD
-from fedbook.rounds import begin, client_view, one_round, run
+from fedbook.rounds import begin, client_view, one_by_one, one_round, run
+from fedbook.wire import decode, encode
 from test_rounds import federation, mlp, same
 
 @given(st.integers(1, 50), st.integers(1, 60))
@@ -70,12 +72,26 @@ def test_a_client_keeps_what_the_server_did_not_move():
         if variant=='released': assert torch.equal(flat(w), g) and not state['memory']['0']
         else: assert torch.equal(flat(w)[valid], g[valid]) and torch.equal(flat(w)[~valid], flat(state['memory']['0']['own'])[~valid]) and not torch.equal(flat(w)[~valid], g[~valid])
 
-def test_the_uplink_is_the_packs_their_places_and_weights():
-    fed = federation(FedCSPACK(size=8), rounds=1, per_round=4)
-    state,rows = one_round(fed, begin(fed), 0)
-    from fedbook.rounds import one_by_one
-    ms = [r['message'] for r in one_by_one(fed, begin(fed), [0,1,2,3], 0)]
-    assert [r[3] for r in rows if r[2]=='bytes_up']==[sum(len(m['at'])*(8*4+4+4) for m in ms)]
+@pytest.mark.parametrize('module', [mlp(), mlp(bn=True)])
+def test_a_round_costs_the_buffers_that_a_transport_carries(module):
+    "Every message is turned to bytes on its way and read again: the round is the same, and its price is what was carried"
+    fed,carried = federation(FedCSPACK(size=8), rounds=1, per_round=4, module=module),dict(up=0, down=0)
+    def carry(way, message): buffer = encode(message); carried[way] += len(buffer); return decode(buffer)
+    class Carried(FedCSPACK):
+        def start(self, c):
+            travelled = carry('down', {**c.message, **(dict(buffers=c.buffers) if c.buffers else {})})
+            assert same(travelled['w'], c.message['w'])
+            return super().start(c)
+    def transport(fed, state, ids, r):
+        replies = one_by_one(replace(fed, method=Carried(size=8)), state, ids, r)
+        for a in replies:
+            a['message'] = carry('up', {**a['message'], **(dict(buffers=a['buffers']) if a['buffers'] else {})})
+            a['buffers'] = a['message'].pop('buffers', {})
+        return replies
+    state,rows = one_round(fed, begin(fed), 0, transport)
+    plain,_ = one_round(fed, begin(fed), 0)
+    assert same(state['server'], plain['server']) and same(state['buffers'], plain['buffers'])
+    assert {r[2]: r[3] for r in rows if r[2].startswith('bytes')}=={'bytes_up': carried['up'], 'bytes_down': carried['down']} and carried['up'] > 0
 
 def test_the_divergence_is_too_small_to_matter():
     "Both weights against θ alone: the models differ by a thousandth of what the round changed; β alone is another method"

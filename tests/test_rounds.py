@@ -9,9 +9,10 @@ from fedbook.method import batches, Client, FedAvg, Local, method, METHODS, meth
 from fedbook.methods.fedprox import FedProx
 from fedbook.models import Classifier, Net
 from fedbook.optim import AdamW, Cosine, SGD
-from fedbook.rounds import begin, client_view, FederatedData, Federation, n_bytes, one_by_one, one_round, Protocol, run, sample_clients
+from fedbook.rounds import begin, client_view, FederatedData, Federation, one_by_one, one_round, Protocol, run, sample_clients
 from fedbook.streams import seeded
 from fedbook.tensors import flatten, gradient
+from fedbook.wire import encode
 
 def mlp(bn=False, dropout=0., blocks=False):
     with seeded(0, 'test model'):
@@ -146,8 +147,8 @@ def test_buffers_drop_and_local():
 @pytest.mark.parametrize('buffers', ['average','local','drop'])
 def test_only_buffers_that_travel_are_counted(buffers):
     fed = federation(module=mlp(bn=True), per_round=4, buffers=buffers)
-    w,b = n_bytes(fed.net.weights()),n_bytes(fed.net.buffers())
-    assert {(r['up'], r['down']) for r in replies(fed)[1]}=={(w+b, w+b) if buffers=='average' else (w, w)}
+    message = dict(w=fed.net.weights(), **(dict(buffers=fed.net.buffers()) if buffers=='average' else {}))
+    assert {(r['up'], r['down']) for r in replies(fed)[1]}=={(len(encode(message)),)*2}
 
 def test_the_buffers_of_others_are_never_touched():
     fed = federation(module=mlp(bn=True))
@@ -187,7 +188,7 @@ def test_rows():
     assert last['loss']==pytest.approx(nn.functional.cross_entropy(z, y).item(), rel=1e-5)
     right = (fed.net.logits(state['server']['w'], {}, fed.data.x[:9]).argmax(1)==fed.data.y[:9]).float().mean().item()
     assert last['val_accuracy']==pytest.approx(100*right) and last['val_accuracy']!=last['accuracy']
-    assert last['bytes_up']==last['bytes_down']==3*4*sum(t.numel() for t in fed.net.weights().values())
+    assert last['bytes_up']==last['bytes_down']==3*len(encode(dict(w=fed.net.weights())))
     personal,shared = ({r[1]: r[3] for r in rows if r[2]==m and r[0]==4} for m in ('personal_accuracy','client_accuracy'))
     assert personal==shared and len(personal)==4, 'FedAvg has no personal model, so each client is scored on the global one'
 

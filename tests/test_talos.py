@@ -1,6 +1,7 @@
 "TaLoS: masks hold to the bit after any optimiser, sensitivities equal a loop, and a full mask is FedAvg."
 from dataclasses import replace
 import numpy as np, pytest, torch, torch.nn.functional as F
+from torch import nn
 from hypothesis import given, settings, strategies as st
 from fedbook.errors import Refused
 from fedbook.method import FedAvg, Local, method
@@ -9,9 +10,10 @@ from fedbook.methods.fedprox import FedProx
 from fedbook.methods.talos import calibrate, dense, lowest, Masked, per_sample, sensitivity, sparse, TaLoS, TaLoSProx
 from fedbook.models import build, Net
 from fedbook.optim import Adam, AdamW, SGD
-from fedbook.rounds import begin, begin_client, client_view, n_bytes, run
+from fedbook.rounds import begin, begin_client, client_view, run
 from fedbook.streams import seeded
 from fedbook.tensors import gradient, tmap
+from fedbook.wire import nbytes
 from test_rounds import federation, mlp, same
 
 NETS = dict(vit=lambda: Net(build('vit_tiny32', 5, 1, 28, patch=14, dim=8, depth=2)), cnn=lambda: Net(build('cnn', 5, 1, 28, channels=(3,4), hidden=(6,))), linear=lambda: Net(build('softmax', 5, 1, 28)))
@@ -126,7 +128,8 @@ def test_a_message_comes_back_and_costs_its_bits(bits):
     message = sparse(w, dict(a=m, b=torch.zeros(3).bool()))
     assert torch.equal(dense(message, base)['a'], torch.where(m, w['a'], 0.)) and not dense(message, base)['b'].any()
     n = int(m.sum())
-    assert n_bytes(message)==4*n + (0 if n in (0, len(bits)) else -(-len(bits)//8))
+    numbers = 4*n + (0 if n in (0, len(bits)) else -(-len(bits)//8))
+    assert 0 <= nbytes(message) - numbers <= 250 # the header
 
 @pytest.mark.parametrize('local', [Local(2, 4, SGD(.1, .9, 1e-3)), Local(2, 5, AdamW(.01))])
 @pytest.mark.parametrize('m,plain', [(TaLoS(sparsity=0.), FedAvg()), (TaLoSProx(sparsity=0., mu=.3), FedProx(mu=.3)), (TaLoS(variant='printed'), FedAvg())])
@@ -147,9 +150,10 @@ def test_the_server_changes_only_what_somebody_sent():
     assert any(not torch.equal(before[k], after[k]) for k in before)
 
 def test_the_uplink_is_smaller_by_the_mask_and_the_released_one_is_not():
-    def up(m): _,rows = run(federation(m, rounds=1)); return [r[3] for r in rows if r[2]=='bytes_up'][0]
+    wide = nn.Sequential(nn.Linear(6, 500), nn.ReLU(), nn.Linear(500, 3)) # a header is nothing beside it
+    def up(m): _,rows = run(federation(m, rounds=1, module=wide)); return [r[3] for r in rows if r[2]=='bytes_up'][0]
     full,half = up(FedAvg()),up(TaLoS(sparsity=.5))
-    assert .5*full < half < .5*full+.1*full and up(TaLoS(sparsity=.5, variant='released'))==full
+    assert .5*full < half < .6*full and up(TaLoS(sparsity=.5, variant='released'))==full
 
 def test_the_released_mask_ignores_the_received_model_and_the_intended_one_does_not():
     def mask(m, round, state):

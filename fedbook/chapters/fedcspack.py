@@ -5,7 +5,8 @@
 # %% auto #0
 __all__ = ['DIFFERENCES', 'ALGORITHMS', 'NATURAL', 'comparison_setting']
 
-# %% ../../nbs/02_methods/40_chapter_fedcspack.ipynb #32a5f5e1
+# %% ../../nbs/02_methods/40_chapter_fedcspack.ipynb #8e2f51f7
+from ..errors import choose
 from ..experiments import Setting
 
 # %% ../../nbs/02_methods/40_chapter_fedcspack.ipynb #5c1d7de7
@@ -23,25 +24,30 @@ DIFFERENCES = [ # what, the paper says, the released code does, fedbook does
     ('seeds', 'three repetitions', 'partition seeded, training not', 'every stream keyed'),
 ]
 
-# %% ../../nbs/02_methods/40_chapter_fedcspack.ipynb #44c486a3
+# %% ../../nbs/02_methods/40_chapter_fedcspack.ipynb #8f2ffa87
 ALGORITHMS = {'FedAvg': dict(name='fedavg'), 'FedProx': dict(name='fedprox', mu=.1), 'FedNova': dict(name='fednova'), 'MOON': dict(name='moon', mu=1., tau=.5), 'FedDBE': dict(name='feddbe', kappa=50.),
     'FedAS': dict(name='fedas'), 'FedNTD': dict(name='fedntd', beta=1., tau=1.), 'FedPAC': dict(name='fedpac', lam=1.), 'FedALA': dict(name='fedala'), 'FedSPU': dict(name='fedspu', share=.4),
     'FedCSPACK': dict(name='fedcspack', size=1024), 'local only': dict(name='localonly')}
 NATURAL = {'MOON': 'accuracy', 'FedDBE': 'personal_accuracy', 'FedAS': 'personal_accuracy', 'FedPAC': 'personal_accuracy', 'FedALA': 'personal_accuracy', 'FedSPU': 'personal_accuracy', 'FedCSPACK': 'personal_accuracy', 'local only': 'personal_accuracy'}
 
+# %% ../../nbs/02_methods/40_chapter_fedcspack.ipynb #aed465d7
 def comparison_setting(
     algorithm:str, # A name in `ALGORITHMS`
-    alpha:float, # Of the Dirichlet partition
+    alpha:float=None, # Of the Dirichlet partition; `None`: `classes` per client instead
     variant:str='intended', # Of FedCSPACK: 'intended', 'released' or 'printed'
+    classes:int=2, # Of a client, in the pathological partition
     clients:list=(100, 10), # How many there are, and how many take part in a round
     rounds:int=100, # Communication rounds
     epochs:int=3, # Local epochs
     batch_size:int=16, # Samples a step
     lr:float=.05, # Learning rate of SGD
     evaluate_every:int=10, # Rounds between two evaluations
+    protocol:str='official', # The test set is untouched, or shared out as 'released'
+    method:dict={}, # Other hyper-parameters of the algorithm
     **settings, # `data`, `model`, `input`, `validation` of a `Setting`
-) -> Setting: # One cell of Table 1
-    "A method on a Dirichlet partition as in Table 1 of paper 003"
-    m = dict(ALGORITHMS[algorithm], **(dict(variant=variant) if algorithm=='FedCSPACK' else {}))
-    return Setting(method=m, partition=dict(name='dirichlet', n_clients=clients[0], alpha=alpha), personal=True, protocol=dict(rounds=rounds, per_round=clients[1], evaluate_every=evaluate_every),
-        local=dict(epochs=epochs, batch_size=batch_size, optimiser=dict(name='sgd', lr=lr)), **settings)
+) -> Setting: # One cell of a table of paper 003
+    "A method as in the tables and figures of paper 003; raises `Refused` for an unknown algorithm or protocol"
+    m = dict(choose(algorithm, ALGORITHMS, 'algorithm'), **(dict(variant=variant) if algorithm=='FedCSPACK' else {}), **method)
+    partition = dict(name='dirichlet', alpha=alpha) if alpha else dict(name='classes_per_client', classes=classes)
+    return Setting(method=m, partition=dict(partition, n_clients=clients[0]), personal=True, leaky=choose(protocol, ('official','released'), 'protocol')=='released',
+        protocol=dict(rounds=rounds, per_round=clients[1], evaluate_every=evaluate_every), local=dict(epochs=epochs, batch_size=batch_size, optimiser=dict(name='sgd', lr=lr)), **settings)

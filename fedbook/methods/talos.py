@@ -6,9 +6,9 @@
 __all__ = ['AT_ONCE', 'SOFT', 'MOST', 'sensitivity', 'squared', 'per_sample', 'lowest', 'chosen', 'calibrate',
            'check_calibration', 'Masked', 'sparse', 'dense', 'TaLoS', 'TaLoSProx']
 
-# %% ../../nbs/02_methods/10_talos.ipynb #29b5a2fa
+# %% ../../nbs/02_methods/10_talos.ipynb #9bd1c28c
 from dataclasses import dataclass
-import numpy as np, torch, torch.nn.functional as F
+import torch, torch.nn.functional as F
 from torch import Tensor
 from torch.func import grad, vmap
 from ..errors import choose, require
@@ -130,20 +130,18 @@ class Masked:
         new,state = self.optimiser.update(w, tmap(torch.mul, g, self.mask) if released else g, state, scale)
         return tmap(torch.where, tmap(torch.any, self.mask) if released else self.mask, new, w), state
 
-# %% ../../nbs/02_methods/10_talos.ipynb #1f3ccbaf
-def sparse(w:dict, mask:dict) -> dict: # values and bits
+# %% ../../nbs/02_methods/10_talos.ipynb #f8b3ac08
+def sparse(w:dict, mask:dict) -> dict: # values and mask
     "The unmasked part of a model, as it travels"
-    whole = {k for k,m in mask.items() if m.all()}
-    bits = {k: torch.from_numpy(np.packbits(m.cpu().numpy())) for k,m in mask.items() if k not in whole and m.any()}
-    return dict(values={k: w[k][mask[k]] for k in w if k in whole or k in bits}, bits=bits)
+    some = {k: m for k,m in mask.items() if m.any()}
+    return dict(values={k: w[k][m] for k,m in some.items()}, mask={k: m for k,m in some.items() if not m.all()})
 
 def dense(message:dict, base:dict) -> dict: # Name to tensor
     "The inverse of `sparse`, with `base` where the mask is false"
     def filled(k, t):
-        values,bits = message['values'].get(k),message['bits'].get(k)
-        if values is None or bits is None: return t if values is None else values.view(t.shape)
-        mask = torch.from_numpy(np.unpackbits(bits.numpy(), count=t.numel())).bool().view(t.shape)
-        return t.masked_scatter(mask.to(t.device), values)
+        values,mask = message['values'].get(k),message['mask'].get(k)
+        if values is None: return t
+        return values.view(t.shape) if mask is None else t.masked_scatter(mask, values)
     return {k: filled(k, t) for k,t in base.items()}
 
 # %% ../../nbs/02_methods/10_talos.ipynb #fa5d5a56
