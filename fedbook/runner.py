@@ -74,9 +74,9 @@ def check_parameters(
         near = nearest(k, known)
         require(k in known, f'{Path(nb).name} has no parameter {k!r}; ' + (f'did you mean {near!r}?' if near else f'it has {", ".join(known)}.'))
 
-# %% ../nbs/01_foundations/60_runner.ipynb #0b0c4333
+# %% ../nbs/01_foundations/60_runner.ipynb #edc18f1f
 def check_values(
-    given:dict, # Parameters of a notebook
+    given:dict, # Parameters of a notebook; `columns` holds some for each printed data set
 ):
     "Raise `Refused` for a data set or a model that is unknown, damaged or not to be had here"
     from fedbook.experiments import classifier, dataset
@@ -84,6 +84,7 @@ def check_values(
     dataset(images)
     for k in given:
         if k=='model' or k.endswith('_model'): classifier(images, json.dumps(given[k]), 0, 'cpu')
+    for column in given.get('columns', {}).values(): check_values(column)
 
 # %% ../nbs/01_foundations/60_runner.ipynb #5ce688a6
 def run_job(
