@@ -5,9 +5,11 @@ import pytest, torch
 from hypothesis import given, strategies as st
 from fedbook.errors import Refused
 from fedbook.method import FedAvg, Local
+from fedbook.methods import fedcspack
 from fedbook.methods.fedcspack import aggregate, divergence, FedCSPACK, fits, flat, pack, select, similarities, unflat
 from fedbook.optim import SGD
 from fedbook.rounds import begin, client_view, one_by_one, one_round, run
+from fedbook.tensors import tmap
 from fedbook.wire import decode, encode
 from test_rounds import federation, mlp, same
 
@@ -49,15 +51,30 @@ def test_everybody_sending_everything_with_equal_weights_is_the_plain_mean():
     new,valid = aggregate(g, [(torch.arange(5), d, torch.ones(5)) for d in ds])
     torch.testing.assert_close(new, g+sum(ds)/3); assert valid.all()
 
-def test_keep_all_with_equal_weights_is_fedavg():
-    "All packs sent (θ_a above every θ_j), weights one: FedAvg with uniform weighting, up to rounding"
-    from unittest.mock import patch
-    from fedbook.methods import fedcspack
-    def everything(theta, theta_a, budget=None): return torch.arange(len(theta))
-    with patch.object(fedcspack, 'select', everything), patch.object(fedcspack, 'similarities', lambda l, g: (torch.ones(len(l)), torch.tensor(1.))), patch.object(fedcspack, 'divergence', lambda l, g, v: torch.zeros(len(l))):
-        a = run(federation(FedCSPACK(size=8, variant='released'), weighting='uniform'))[0]['server']['w']
-    b = run(federation(FedAvg(), weighting='uniform'))[0]['server']['w']
-    for k in a: torch.testing.assert_close(a[k], b[k])
+def dyadic(kind):
+    "A method whose models are multiples of 2⁻¹², so that sums and halves are exact and an order of sums cannot matter"
+    def coarse(w): return tmap(lambda t: (4096*t).round()/4096, w)
+    return type('Dyadic', (kind,), dict(server=lambda self, w: kind.server(self, coarse(w)), finish=lambda self, w, c: kind.finish(self, coarse(w), c)))
+
+def test_keep_all_with_equal_weights_is_fedavg_to_the_bit(monkeypatch):
+    "All packs sent, weights one, four clients; released, for there a client keeps nothing"
+    monkeypatch.setattr(fedcspack, 'select', lambda theta, theta_a, budget=None: torch.arange(len(theta)))
+    monkeypatch.setattr(fedcspack, 'similarities', lambda l, g: (torch.ones(len(l)), torch.tensor(1.)))
+    monkeypatch.setattr(fedcspack, 'divergence', lambda l, g, v: torch.zeros(len(l)))
+    a,b = (run(federation(m, weighting='uniform', per_round=4))[0]['server']['w'] for m in (dyadic(FedCSPACK)(size=8, variant='released'), dyadic(FedAvg)()))
+    assert same(a, b) and not same(a, begin(federation())['server']['w'])
+
+@given(st.integers(1, 9), st.integers(1, 30))
+def test_no_more_bytes_are_sent_than_allowed(packs, size):
+    m = FedCSPACK(size=size, bytes=packs*(4*size+8)+3)
+    assert m.most==packs and FedCSPACK(size=size, bytes=packs*(4*size+8)+3, budget=2).most==min(packs, 2) and FedCSPACK().most is None
+    with pytest.raises(Refused, match='too few for a pack'): FedCSPACK(size=size, bytes=4*size+7)
+
+def test_a_budget_of_bytes_holds_on_the_message():
+    allowed = 3*(4*8+8)
+    sent = one_by_one(f := federation(FedCSPACK(size=8, bytes=allowed), per_round=4), begin(f), [0,1,2,3], 0)
+    for r in sent: assert len(r['message']['at'])<=3 and sum(t.numel()*t.element_size() for t in r['message'].values()) <= allowed
+    assert max(len(r['message']['at']) for r in sent)==3
 
 def test_a_client_keeps_what_the_server_did_not_move():
     "Intended: its start is the server's model where a pack was moved in the last round, and its own model elsewhere; released: all the server's"
