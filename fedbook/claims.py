@@ -67,7 +67,7 @@ def against(a:dict, b:dict) -> str:
     common = ', '.join(f'{k} {v}' for k,v in a.items() if b.get(k)==v)
     return f'{words(a, b)} against {words(b, a)}' + (f' ({common})' if common else '')
 
-# %% ../nbs/01_foundations/42_claims.ipynb #52073cec
+# %% ../nbs/01_foundations/42_claims.ipynb #6f2a4654
 def verdicts(
     table:str, # A printed table's id
     records:list[dict], # Its runs
@@ -80,6 +80,7 @@ def verdicts(
     notes = ['A claim holds if the better cell of every pair is better with every seed.', *([f'Stand-ins: {"; ".join(used)}.'] if used else [])]
     return Table(pd.DataFrame(rows, columns=columns), 'Claims about this table', notes)
 
+# %% ../nbs/01_foundations/42_claims.ipynb #e8e638e6
 def shown(t:dict) -> list[str]:
     "A test in four texts"
     if not t['pairs']: return [t['verdict'], '–', '–', '–']

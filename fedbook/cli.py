@@ -118,7 +118,7 @@ def parser() -> argparse.ArgumentParser:
     add_reproduce(command(reproduce)); add_show(command(show)); add_data(command(data))
     return top
 
-# %% ../nbs/01_foundations/61_cli.ipynb #58db1eca
+# %% ../nbs/01_foundations/61_cli.ipynb #bc97d622
 def add_reproduce(p):
     "The arguments of `reproduce`"
     p.add_argument('ids', nargs='*', metavar='ID', help='tables and figures, e.g. 000-table7; none for all')
@@ -127,11 +127,13 @@ def add_reproduce(p):
     p.add_argument('-p', action='append', default=[], metavar='NAME=VALUE', help='another value for a parameter of the notebooks, e.g. seeds=[0,1]')
     p.add_argument('--resume', action=argparse.BooleanOptionalAction, default=True, help='keep the runs that are finished (the default)')
 
+# %% ../nbs/01_foundations/61_cli.ipynb #279e1eeb
 def add_show(p):
     "The arguments of `show`"
     p.add_argument('id', metavar='ID', help='a table or figure')
     p.add_argument('--profile', help='which run of it; the largest by default')
 
+# %% ../nbs/01_foundations/61_cli.ipynb #f148254f
 def add_data(p):
     "The arguments of `data`"
     p.add_argument('action', nargs='?', choices=('list','fetch','install'), default='list', help='list what is here, fetch a data set, install the .npz files of an archive')

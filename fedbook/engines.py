@@ -56,7 +56,7 @@ def parcels(
         parcel.append(g); n += size
     if parcel: yield parcel
 
-# %% ../nbs/01_foundations/34_engines.ipynb #037164d4
+# %% ../nbs/01_foundations/34_engines.ipynb #e5ff791a
 def steps(
     d:FederatedData, # What the clients hold
     groups:list[Group], # In the order of time
@@ -72,6 +72,7 @@ def steps(
             if d.augment: xs = channels_last(d.prepare(torch.cat([augmented(d, b, streams[j]) for j,b in zip(g.rows, xs.split(len(g.samples[0])))])))
             yield g.rows, xs.view(len(g.rows), -1, *xs.shape[1:]), ys.view(len(g.rows), -1), g.scale
 
+# %% ../nbs/01_foundations/34_engines.ipynb #4183ffac
 def augmented(d, x, stream):
     with stream: return d.augment(x)
 

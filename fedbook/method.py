@@ -65,7 +65,7 @@ class Client:
         if self.local.precision=='float32': return self.net.logits(w, self.buffers, x, train=True)
         with torch.autocast(x.device.type, torch.bfloat16): return self.net.logits(w, self.buffers, x, train=True).float()
 
-# %% ../nbs/01_foundations/30_method.ipynb #8e910b32
+# %% ../nbs/01_foundations/30_method.ipynb #c390011a
 @lru_cache(maxsize=4096)
 def cuts(
     n:int, # Samples
@@ -79,6 +79,7 @@ def cuts(
     def factor(e, t): return local.schedule(batch=e*len(starts)+t, epoch=e, round=round)
     return [(e, a, z, factor(e, t)) for e in range(local.epochs) for t,(a,z) in enumerate(zip(starts, [*starts[1:], n]))]
 
+# %% ../nbs/01_foundations/30_method.ipynb #a8ea98eb
 def plan(
     c:Client, # The client
 ) -> list: # Pairs: positions in its samples (NumPy, [b]), and the factor on the learning rate

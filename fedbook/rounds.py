@@ -139,7 +139,7 @@ def draws(
     usual = getattr(FedAvg, what, None)
     return nullcontext() if usual and getattr(type(fed.method), what) is usual else seeded(fed.seed, what, c.round, c.id, device=c.own.device)
 
-# %% ../nbs/01_foundations/31_rounds.ipynb #25ae67e5
+# %% ../nbs/01_foundations/31_rounds.ipynb #b7bd59dd
 def begin_client(
     fed:Federation, # The run
     c:Client, # The client
@@ -148,6 +148,7 @@ def begin_client(
     with draws(fed, c, 'start'): w,c.memory = fed.method.start(c)
     return leaves(channels_last, w)
 
+# %% ../nbs/01_foundations/31_rounds.ipynb #4ee56428
 def end_client(
     fed:Federation, # The run
     c:Client, # The client, its buffers as training left them
@@ -288,11 +289,12 @@ def shared(fed:Federation) -> bool:
     m = type(fed.method)
     return m.personal is FedAvg.personal and m.adapt is FedAvg.adapt and fed.protocol.buffers != 'local'
 
-# %% ../nbs/01_foundations/31_rounds.ipynb #1d15443f
+# %% ../nbs/01_foundations/31_rounds.ipynb #ae7d7b1a
 AT_ONCE = 2**26 # Bytes of prepared samples that are kept, training and test together
 
 def as_is(x): return x
 
+# %% ../nbs/01_foundations/31_rounds.ipynb #5cf92092
 def ready(
     fed:Federation, # The run
 ) -> Federation: # The same run

@@ -120,10 +120,11 @@ def regularised(
     "A regularised method on a frozen backbone as in Table 8 of paper 000"
     return replace(frozen_baseline(variant, 4, 8, classes, **settings), method=CASES[case])
 
-# %% ../../nbs/02_methods/20_chapter_ptalos.ipynb #5f0c2f20
+# %% ../../nbs/02_methods/20_chapter_ptalos.ipynb #b6b44702
 ALGORITHMS = {'TaLoS': dict(name='talos'), 'TaLoSProx': dict(name='talosprox'), 'pTaLoS': dict(name='ptalos'),
               'pTaLoS (Normal)': dict(name='ptalos'), 'pTaLoS (Reverse)': dict(name='ptalos', reverse=True)}
 
+# %% ../../nbs/02_methods/20_chapter_ptalos.ipynb #5d836a9c
 def edit(
     variant:str, # 'intended', 'released' or 'printed'
     algorithm:str, # A name in `ALGORITHMS`
@@ -139,12 +140,13 @@ def edit(
     if m['name']=='ptalos': m.update(k=k, layer_batches=layer_batches, deterministic_round=deterministic or rounds, criterion='released' if variant=='released' else 'step')
     return dict(m, name=f'fedyogi+{m["name"]}', eta=.5) if variant=='released' else m
 
-# %% ../../nbs/02_methods/20_chapter_ptalos.ipynb #cdbcf462
+# %% ../../nbs/02_methods/20_chapter_ptalos.ipynb #e4f64fe0
 def editing_rate(variant:str, algorithm:str, epochs:int) -> dict: # A schedule's name and settings
     "The learning-rate schedule of Tables 9 and 10"
     if variant != 'released': return dict(name='cosine', per='epoch', period=epochs)
     return dict(name='constant') if algorithm=='TaLoS' else dict(name='cosine', per='batch', period=4)
 
+# %% ../../nbs/02_methods/20_chapter_ptalos.ipynb #f8ac354e
 def editing(
     variant:str, # 'intended', 'released' or 'printed'
     algorithm:str, # A name in `ALGORITHMS`

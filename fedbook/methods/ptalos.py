@@ -56,17 +56,19 @@ def loss_on(net:Net, w:dict, buffers:dict, batch:dict) -> float: # In nats
     "The mean cross-entropy of a batch, in evaluation mode"
     return F.cross_entropy(net.logits(w, buffers, batch['x']), batch['y']).item()
 
-# %% ../../nbs/02_methods/11_ptalos.ipynb #ee855a1a
+# %% ../../nbs/02_methods/11_ptalos.ipynb #88152f8e
 def losses_released(net, w, buffers, batch_of, stepped):
     "The model's own loss, a new batch for each block"
     return {b: loss_on(net, w, buffers, batch_of(i)) for i,b in enumerate(blocks(w))}
 
+# %% ../../nbs/02_methods/11_ptalos.ipynb #a1c98b55
 def losses_skip(net, w, buffers, batch_of, stepped):
     "The loss without the block"
     def without(b):
         with skipping(net, b): return loss_on(net, w, buffers, batch_of(0))
     return {b: without(b) for b in blocks(w)}
 
+# %% ../../nbs/02_methods/11_ptalos.ipynb #490847b3
 def losses_step(net, w, buffers, batch_of, stepped):
     "The loss after a step of the block alone"
     batch,new = batch_of(0),stepped(batch_of(0))
