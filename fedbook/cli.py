@@ -10,7 +10,7 @@ __all__ = ['list_', 'reproduce', 'assignment', 'show', 'data', 'doctor', 'enviro
 import argparse, os, sys
 from .errors import Refused
 
-# %% ../nbs/01_foundations/61_cli.ipynb #f4bed495
+# %% ../nbs/01_foundations/61_cli.ipynb #3bd69661
 def list_(a) -> int:
     "Every table and figure, with its cost and state in each profile"
     from fedbook.manifest import experiments, PROFILES
@@ -20,10 +20,10 @@ def list_(a) -> int:
         print(f'{e.id}  {e.title}')
         for p in PROFILES:
             s = state(e.id, p)
-            cost = f'{s["seconds"]:.0f} s of computing on {s["device"]}' if 'seconds' in s else 'cost not measured yet'
+            cost = f'{s["seconds"]:.0f} s of computing' + f' on {s["device"]}'*bool(s['device']) if 'seconds' in s else 'cost not measured yet'
             print(f'    {p:7} {s["state"]:8} {cost}')
     for p in papers():
-        here = sum(i.startswith(p.id) for i in experiments())
+        here = sum(i.startswith((f'{p.id}-table', f'{p.id}-figure')) for i in experiments())
         print(f'paper {p.id} {p.short}: {here} of {len(p.tables)+len(p.figures)} tables and figures are here')
     return 0
 

@@ -246,13 +246,14 @@ def html(
     def line(tag, r): return '<tr>'+''.join(f'<{tag}>{escape(str(c))}</{tag}>' for c in r)+'</tr>'
     return '\n'.join(['<table>', f'<thead>{line("th", header)}</thead>', '<tbody>', *(line('td', r) for r in rows), '</tbody>', '</table>'])
 
-# %% ../nbs/01_foundations/40_results.ipynb #a9d946d3
+# %% ../nbs/01_foundations/40_results.ipynb #d0666a07
 @dataclass
 class Table:
     "A DataFrame with a title above and notes below"
     frame:object # DataFrame
     title:str='' # One sentence
     notes:list[str] = field(default_factory=list) # Where the numbers come from
+    provenance:dict = field(default_factory=dict) # What the runs were, as JSON
 
     def texts(self): return self.frame.astype(str) # as shown
     def to_markdown(self):
@@ -276,12 +277,10 @@ def rounded(
     texts = {c: column(c) for c in ('printed','ours','low','high')} | dict(difference=column('difference', '+'))
     return frame.assign(**texts).astype(str)
 
-# %% ../nbs/01_foundations/40_results.ipynb #6f837162
+# %% ../nbs/01_foundations/40_results.ipynb #5efe18d6
 @dataclass
 class Comparison(Table):
     "Printed and own values, one row per cell and metric; `frame` holds them unrounded"
-    provenance:dict = field(default_factory=dict) # What the runs were, as JSON
-
     def texts(self): return rounded(self.frame)
     def wide(self, metric):
         "One row per cell: printed value, our mean with its interval, verdict"
@@ -451,17 +450,17 @@ def save_figure(
             figure.savefig(part, format=kind, metadata=metadata, bbox_inches='tight')
     return [Path(folder)/f'figure.{kind}' for kind in images]
 
-# %% ../nbs/01_foundations/40_results.ipynb #1c188816
+# %% ../nbs/01_foundations/40_results.ipynb #c719ba69
 def save_outputs(
     folder:Path|str, # Made where there is none
-    comparison:Comparison, # The table
+    table:Table, # Usually a `Comparison`
     figure=None, # A matplotlib figure
     provenance:dict=None, # Added to what the table knows of its runs
     claims:Table=None, # What becomes of the paper's claims
 ) -> list[Path]: # The files
     "Write table.md, table.html, numbers.csv, provenance.json, with claims claims.md and claims.csv, and with a figure figure.svg and figure.png"
-    about = json.dumps(plain({**comparison.provenance, **(provenance or {})}), indent=1, sort_keys=True)+'\n'
-    texts = {'table.md': comparison.to_markdown(), 'table.html': comparison.to_html(), 'numbers.csv': comparison.frame.to_csv(index=False), 'provenance.json': about}
+    about = json.dumps(plain({**table.provenance, **(provenance or {})}), indent=1, sort_keys=True)+'\n'
+    texts = {'table.md': table.to_markdown(), 'table.html': table.to_html(), 'numbers.csv': table.frame.to_csv(index=False), 'provenance.json': about}
     if claims: texts.update({'claims.md': claims.to_markdown(), 'claims.csv': claims.frame.to_csv(index=False)})
     for name,text in texts.items():
         with writing(Path(folder)/name) as part: part.write_text(text, encoding='utf-8', newline='\n')

@@ -42,14 +42,14 @@ def plan(
         jobs.append(Job(e.id, profile, nb, given, output_folder(e.id, profile), e.timeout))
     return jobs
 
-# %% ../nbs/01_foundations/60_runner.ipynb #3161def4
+# %% ../nbs/01_foundations/60_runner.ipynb #563fc13b
 def changed(
     manifest:dict, # The parameters of a profile
     parameters:dict, # Instead of those
 ) -> dict: # All parameters, with a note on the changed ones
     "Parameters in place of a profile's, and said so"
     differ = ', '.join(f'{k} = {v!r}' for k,v in parameters.items() if manifest.get(k)!=v)
-    return manifest | parameters | (dict(stand_in=manifest['stand_in'] | dict(changed=differ)) if differ else {})
+    return manifest | parameters | (dict(stand_in=manifest['stand_in'] | dict(changed=differ)) if differ and 'stand_in' in manifest else {})
 
 # %% ../nbs/01_foundations/60_runner.ipynb #a14632b9
 def notebook_parameters(
@@ -114,7 +114,7 @@ def forget_paths(
     for k in ('input_path','output_path'): made['metadata']['papermill'][k] = Path(made['metadata']['papermill'][k]).name.strip('.')
     nb.write_text(json.dumps(made, indent=1))
 
-# %% ../nbs/01_foundations/60_runner.ipynb #ecfd0af7
+# %% ../nbs/01_foundations/60_runner.ipynb #7583e879
 def execute(
     job:Job, # What to make
     to:Path, # Where the executed notebook grows
@@ -127,7 +127,7 @@ def execute(
     with tempfile.TemporaryDirectory(prefix='fb') as d:
         papermill.execute_notebook(str(job.notebook), str(to), job.parameters, kernel_name='python3', language='python', cwd=str(job.notebook.parent),
             progress_bar=False, autosave_cell_every=30, execution_timeout=job.timeout,
-            config=Config(KernelManager=dict(transport='ipc', ip=f'{d}/k')))
+            config=Config(KernelManager=dict(transport='ipc', ip=f'{d}/k'), NotebookClient=dict(store_widget_state=False)))
 
 # %% ../nbs/01_foundations/60_runner.ipynb #fb5d1731
 def reason(
@@ -199,16 +199,16 @@ def show_progress(
     bar.total,bar.n = sum(p['total'] for p in ps.values()),sum(p['done'] for p in ps.values())
     bar.set_postfix_str(f'{sum(p["left"] for p in ps.values()):.0f} s of computing left')
 
-# %% ../nbs/01_foundations/60_runner.ipynb #8462e1c2
+# %% ../nbs/01_foundations/60_runner.ipynb #7bb48f76
 def state(
     id:str, # A table's id
     profile:str, # Which run of it
-) -> dict: # `state`: 'done', 'failed', 'stopped' or 'not run'; `seconds` and `device` where it is done
+) -> dict: # `state`: 'done', 'failed', 'stopped' or 'not run'; `seconds` and `device` (maybe unknown, '') where it is done
     "How far a table is"
     folder = output_folder(id, profile)
-    if (folder/'run.json').exists() and (folder/'provenance.json').exists():
-        about = json.loads((folder/'provenance.json').read_text())
-        return dict(state='done', seconds=about['seconds'], device=', '.join(about['device']))
+    if (folder/'run.json').exists():
+        about = {k: v for n in ('run.json','provenance.json') if (folder/n).exists() for k,v in json.loads((folder/n).read_text()).items()}
+        return dict(state='done', seconds=about['seconds'], device=', '.join(about.get('device', [])))
     if (folder/'failed.ipynb').exists(): return dict(state='failed')
     return dict(state='stopped' if (folder/'rows.jsonl').exists() else 'not run')
 
