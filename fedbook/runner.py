@@ -114,7 +114,7 @@ def forget_paths(
     for k in ('input_path','output_path'): made['metadata']['papermill'][k] = Path(made['metadata']['papermill'][k]).name.strip('.')
     nb.write_text(json.dumps(made, indent=1))
 
-# %% ../nbs/01_foundations/60_runner.ipynb #7583e879
+# %% ../nbs/01_foundations/60_runner.ipynb #ecfd0af7
 def execute(
     job:Job, # What to make
     to:Path, # Where the executed notebook grows
@@ -127,7 +127,7 @@ def execute(
     with tempfile.TemporaryDirectory(prefix='fb') as d:
         papermill.execute_notebook(str(job.notebook), str(to), job.parameters, kernel_name='python3', language='python', cwd=str(job.notebook.parent),
             progress_bar=False, autosave_cell_every=30, execution_timeout=job.timeout,
-            config=Config(KernelManager=dict(transport='ipc', ip=f'{d}/k'), NotebookClient=dict(store_widget_state=False)))
+            config=Config(KernelManager=dict(transport='ipc', ip=f'{d}/k')))
 
 # %% ../nbs/01_foundations/60_runner.ipynb #fb5d1731
 def reason(

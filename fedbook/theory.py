@@ -150,14 +150,14 @@ def concept_shift(
     def loss(A, cross=1.): return lam**2/(2*C)*((A-1)**2 + (C-1)*(A**2+cross))
     return dict(ft=loss(a), lpft=loss(A), lpft_printed=loss(A, 0.), a=a, A=A, lpft_wins=(a-A)*(C*(a+A)-2) >= 0)
 
-# %% ../nbs/03_theory/00_theory.ipynb #bd03899e
+# %% ../nbs/03_theory/00_theory.ipynb #bdefe937
 def covariate_forms(
     B, # Features, [..., k, d]
     V_com, # The common part, [..., m]; C = k−m
     eta, # Learning rate
     eps, # Standard deviation ε of the noise
     client:int=0, # Who fine-tunes
-) -> dict: # `n2`, `n1`, `n0`, `N`, `D`, `disc`, and `c2`, `c3`, `c4` of the FT loss, each [...]
+) -> dict: # `n2`, `n1`, `n0`, `N`, `D`, `disc`, and `c2`, `c3`, `c4` of the FT loss, each [...]; `N_each` and `D_each` of the clients, [..., C]
     "The global losses under both shifts as polynomials in λ (paper 002, Eq. 3 to 5, corrected)"
     B,V_com = np.asarray(B, float),np.asarray(V_com, float)
     m,C = V_com.shape[-1],B.shape[-2]-V_com.shape[-1]
@@ -166,11 +166,14 @@ def covariate_forms(
     b = own[...,client,:]
     g = moment(b, means[client], eps)
     every,Mg = g[...,None,:],(linear(np.einsum('...kd,...d->...k', B, g), B) + np.sum(V_com**2, -1, keepdims=True)*g)[...,None,:]
-    def total(x, y): return np.sum(x*moment(y, means, eps), (-1,-2)) # over clients, of x·Σᵢy
-    n2,n1,n0,D = total(Mg, Mg), total(Mg, own), total(own, own), total(b[...,None,:]-own, b[...,None,:]-own)
+    def each(x, y): return np.sum(x*moment(y, means, eps), -1) # x·Σᵢy per client
+    def total(x, y): return each(x, y).sum(-1)
+    off,apart = np.asarray(eta, float)[...,None,None]*Mg - own,b[...,None,:] - own
+    n2,n1,n0,N_each,D_each = total(Mg, Mg), total(Mg, own), total(own, own), each(off, off), each(apart, apart)
     s = eta**2*np.sum(linear(V_com, B[...,:m,:])*g, -1)
     N,c3,c4 = n2*eta**2 - 2*n1*eta + n0, s/C*(eta*total(Mg, every) - total(own, every)), s**2/(2*C)*total(every, every)
-    return dict(n2=n2, n1=n1, n0=n0, N=N, D=D, disc=n1**2-n2*(n0-D), c2=N/(2*C), c3=c3, c4=c4)
+    D = D_each.sum(-1)
+    return dict(n2=n2, n1=n1, n0=n0, N=N, D=D, N_each=N_each, D_each=D_each, disc=n1**2-n2*(n0-D), c2=N/(2*C), c3=c3, c4=c4)
 
 # %% ../nbs/03_theory/00_theory.ipynb #e4611f86
 def printed_ft_loss(
@@ -347,7 +350,7 @@ def exact_losses(
     for _ in range(lp_steps or 0): probed = probed - eta*B*Sigma*(B.T*probed - w)
     return dict(ft=losses(V), lpft=losses(probed))
 
-# %% ../nbs/03_theory/00_theory.ipynb #2fc186af
+# %% ../nbs/03_theory/00_theory.ipynb #49ef3d3b
 def judged(
     ok, # Does the claim hold? One answer per draw
     when=None, # Does the condition? `None`: there is none
@@ -355,7 +358,7 @@ def judged(
     "What draws say of a claim"
     ok = np.asarray(ok)
     if ok.all(): return 'holds'
-    if when is not None and np.array_equal(ok, when): return 'holds under the condition, and only there'
+    if when is not None and np.array_equal(ok, when): return 'holds only under the condition'
     return 'fails'
 
 def ledger(
@@ -370,4 +373,4 @@ def ledger(
         require((words=='holds')==(against is None), f'{s["id"]}: the verdict is {words!r}, and the counterexample {against!r}.')
         rows.append([s['where'], s['text'], words, s['condition'], f'{np.sum(~np.asarray(f["ok"]))} of {np.size(f["ok"])}', against or '–', s['notebook'], s['section']])
     columns = ['where','claim','verdict','condition','cases against it','smallest counterexample','notebook','section']
-    return Table(pd.DataFrame(rows, columns=columns), 'What becomes of these claims', ['A verdict is computed from the draws of this run.'])
+    return Table(pd.DataFrame(rows, columns=columns), 'What becomes of these claims', ['A verdict is computed from the cases of this run.'])

@@ -3,7 +3,7 @@ import json, os, shutil, signal, subprocess, sys, time, zipfile
 from pathlib import Path
 import nbformat, pytest
 from nbformat.v4 import new_code_cell, new_notebook
-from fedbook.runner import Job, run_job
+from fedbook.runner import Job, plan, run_job, state
 
 ROOT = Path(__file__).resolve().parents[1]
 FEDBOOK = [str(Path(sys.executable).with_name('fedbook'))]
@@ -44,6 +44,16 @@ def test_outside_of_a_checkout_it_uses_its_own(tmp_path): assert fedbook('list',
 def test_commands_that_tell(command, says):
     p = fedbook(command)
     assert p.returncode==0 and says in p.stdout and not p.stderr
+
+def test_a_picture_without_provenance_is_done(tmp_path, monkeypatch):
+    monkeypatch.setenv('FEDBOOK_FIGURES', str(tmp_path))
+    (tmp_path/'000'/'figure1'/'smoke').mkdir(parents=True); (tmp_path/'000'/'figure1'/'smoke'/'run.json').write_text('{"seconds": 2}')
+    assert state('000-figure1', 'smoke')==dict(state='done', seconds=2, device='') and state('000-figure1', 'laptop')==dict(state='not run')
+    assert '    smoke   done     2 s of computing\n' in fedbook('list', FEDBOOK_FIGURES=tmp_path).stdout
+
+def test_a_notebook_without_data_takes_other_parameters(): assert plan(['002-figure6'], 'smoke', dict(draws=9))[0].parameters==dict(profile='smoke', draws=9)
+
+def test_only_tables_and_figures_are_counted(): assert 'paper 002 LP-FT: 1 of 14 tables and figures are here' in fedbook('list').stdout
 
 def test_a_reader_who_has_seen_enough():
     p = subprocess.run(f'{FEDBOOK[0]} list | head -1', shell=True, capture_output=True, text=True, cwd=ROOT)

@@ -269,6 +269,11 @@ def test_outputs_have_the_same_bytes(tmp_path):
     assert p['why']=='test' and p['runs']==['fedavg5-0'] and p['seeds']==[0] and p['at']=='last'
     assert [f.name for f in R.save_outputs(tmp_path/'c', c)]==['table.md','table.html','numbers.csv','provenance.json']
 
+def test_a_table_that_compares_nothing_is_saved_as_well(tmp_path):
+    import pandas as pd
+    t = R.Table(pd.DataFrame(dict(a=[1])), 'Title.', provenance=dict(profile='smoke'))
+    assert [f.name for f in R.save_outputs(tmp_path, t)]==['table.md','table.html','numbers.csv','provenance.json'] and json.loads((tmp_path/'provenance.json').read_text())==dict(profile='smoke')
+
 def test_style_leaves_no_trace():
     import matplotlib as mpl
     before,blue = dict(mpl.rcParams),mpl.colors.to_rgb('b')
