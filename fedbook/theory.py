@@ -14,7 +14,7 @@ from .errors import require
 from .papers import asset
 from .results import Table
 
-# %% ../nbs/03_theory/00_theory.ipynb #128ae40b
+# %% ../nbs/03_theory/00_theory.ipynb #427ad339
 def client_heads(
     V_com, # The common part, [..., m]
     lam, # Heterogeneity λ, [...]
@@ -26,6 +26,7 @@ def client_heads(
     shape = np.broadcast_shapes(V_com.shape[:-1], np.shape(lam))
     return np.concatenate([np.broadcast_to(V_com[...,None,:], (*shape, C, V_com.shape[-1])), np.broadcast_to(own, (*shape, C, C))], -1)
 
+# %% ../nbs/03_theory/00_theory.ipynb #8af1859d
 def common_head(
     V_com, # The common part, [..., m]
     C:int, # Clients
@@ -258,7 +259,7 @@ def reprobe_loss(
     t2 = (eta*lam)**2*S*np.sum((g - linear(inside, B))**2, -1)
     return S/2*t2/((1 + eta*lam*np.sum(V0*inside, -1))**2 + t2)
 
-# %% ../nbs/03_theory/00_theory.ipynb #d7fd6e99
+# %% ../nbs/03_theory/00_theory.ipynb #43f01fa7
 def enough(
     n, # Samples
     k, # Features
@@ -266,12 +267,14 @@ def enough(
     "Raise `Refused` where exact linear probing has more unknowns than samples"
     require(np.min(n) >= np.max(k), f'Exact linear probing needs at least as many samples as features, n ≥ k, not n = {np.min(n)} and k = {np.max(k)}.')
 
+# %% ../nbs/03_theory/00_theory.ipynb #88202daa
 def of_sample(
     X, # Inputs, [..., n, d]
 ): # x ↦ Σ̂x
     "The product with the second moment of a sample"
     return lambda x: np.einsum('...nd,...n->...d', X, np.einsum('...nd,...d->...n', X, x))/X.shape[-2]
 
+# %% ../nbs/03_theory/00_theory.ipynb #af0da140
 def sampled_losses(
     X, # The client's inputs, [..., n, d]
     B, # Features with orthonormal rows, [k, d]
@@ -350,7 +353,7 @@ def exact_losses(
     for _ in range(lp_steps or 0): probed = probed - eta*B*Sigma*(B.T*probed - w)
     return dict(ft=losses(V), lpft=losses(probed))
 
-# %% ../nbs/03_theory/00_theory.ipynb #49ef3d3b
+# %% ../nbs/03_theory/00_theory.ipynb #c4ebd244
 def judged(
     ok, # Does the claim hold? One answer per draw
     when=None, # Does the condition? `None`: there is none
@@ -361,6 +364,7 @@ def judged(
     if when is not None and np.array_equal(ok, when): return 'holds only under the condition'
     return 'fails'
 
+# %% ../nbs/03_theory/00_theory.ipynb #97838c45
 def ledger(
     found:dict, # Id of a statement to `ok`, and where it has them `when` and `counterexample` (in words)
 ) -> Table: # One row per statement
