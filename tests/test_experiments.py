@@ -74,6 +74,19 @@ def test_personal_models_are_scored_on_the_clients_own_classes():
     assert last['client_accuracy']==last['personal_accuracy'] and len(last['personal_accuracy'])==10
     for held,tested in zip(fed.data.clients, fed.data.test_clients): assert set(fed.data.test[1][tested].tolist())==set(fed.data.y[held].tolist())
 
+def test_a_leaky_split_trains_on_three_quarters_of_the_test_set_and_scores_clients_on_the_rest(monkeypatch):
+    monkeypatch.setattr(E, 'dataset', lambda name, d=marked(): d)
+    monkeypatch.setattr(E, 'preparation', lambda s: lambda x: x.float()/255)
+    E.classifier.cache_clear()
+    fed = federation(Setting('marked', partition=dict(name='iid', n_clients=12), validation=.1, leaky=True), seed=3)
+    trained = [ids_of(fed.data.x[c]) for c in fed.data.clients]
+    scored = [ids_of(fed.data.test[0][t]) for t in fed.data.test_clients]
+    official,every = ids_of(fed.data.test[0]),set().union(*trained)
+    assert len(every)==sum(map(len, trained)) and not every & set().union(*scored) and not every & ids_of(fed.data.validation[0])
+    assert set().union(*scored) == official - every and sum(map(len, scored))==len(official - every)
+    assert .6 < len(official & every)/len(official) < .9 and sum(map(len, trained)) in range(int(.75*350), int(.75*350)+13)
+    assert not federation(Setting('marked', partition=dict(name='iid', n_clients=12))).data.test_clients and len(official)==80
+
 def test_finished_runs_are_kept(tmp_path, monkeypatch):
     cases = [Case(dict(alpha=a), Setting(**SMALL | dict(partition=dict(name='dirichlet', n_clients=10, alpha=a)))) for a in (.1, 1.)]
     first = run_cases(cases[:1], [0, 1], tmp_path, **ABOUT)

@@ -3,6 +3,7 @@ from dataclasses import replace
 import warnings
 import pytest, torch
 from hypothesis import given, strategies as st
+from fedbook.chapters.fedcspack import comparison_setting
 from fedbook.errors import Refused
 from fedbook.method import FedAvg, Local
 from fedbook.methods import fedcspack
@@ -18,6 +19,19 @@ def test_packing_is_undone(n, size):
     w = dict(a=torch.arange(float(n)), b=torch.ones(2, 3))
     p = pack(flat(w), size)
     assert p.shape==(-(-(n+6)//size), size) and same(unflat(p.flatten(), w), w) and p.flatten()[n+6:].abs().sum()==0
+
+def test_packing_into_used_memory_leaves_nothing_of_it():
+    w = dict(a=torch.arange(5.), b=torch.ones(2, 3))
+    assert torch.equal(flat(w, 8, torch.full((16,), 7.)), torch.cat([torch.arange(5.), torch.ones(6), torch.zeros(5)]))
+
+def test_the_protocol_says_whether_the_test_set_is_shared_out():
+    def leaky(**kw): return comparison_setting('FedAvg', .3, data='fashion_mnist_mini', **kw).leaky
+    assert leaky(protocol='released') and not leaky() and not leaky(protocol='official')
+    with pytest.raises(Refused, match="did you mean 'released'"): leaky(protocol='realeased')
+    with pytest.raises(Refused, match="did you mean 'FedAvg'"): comparison_setting('FedAvgg', .3, data='fashion_mnist_mini')
+
+def test_a_partition_is_pathological_where_there_is_no_alpha():
+    assert comparison_setting('FedAvg', data='fashion_mnist_mini', classes=3).partition==dict(name='classes_per_client', classes=3, n_clients=100)
 
 def test_similarities_are_cosines():
     l,g = torch.randn(7, 5, dtype=torch.float64),torch.randn(7, 5, dtype=torch.float64)

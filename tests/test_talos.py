@@ -128,6 +128,7 @@ def test_a_message_comes_back_and_costs_its_bits(bits):
     message = sparse(w, dict(a=m, b=torch.zeros(3).bool()))
     assert torch.equal(dense(message, base)['a'], torch.where(m, w['a'], 0.)) and not dense(message, base)['b'].any()
     n = int(m.sum())
+    assert list(message['mask'])==['a']*(0 < n < len(bits)) and list(message['values'])==['a']*(n > 0)
     numbers = 4*n + (0 if n in (0, len(bits)) else -(-len(bits)//8))
     assert 0 <= nbytes(message) - numbers <= 250 # the header
 

@@ -38,10 +38,12 @@ def test_casts_are_as_close_as_they_can_be(values):
         back = decode(encode(dict(t=t), cast))['t']
         assert back.dtype==t.dtype and ((back-t).abs() <= bound).all()
     assert torch.equal(decode(encode(dict(i=torch.arange(300)), 'int8'))['i'], torch.arange(300))
+    assert t.abs().max() < 1e-30 or written(t, 'int8')[0].abs().max()==127 # the whole range is used
 
 def test_a_remembered_price_is_that_of_the_same_form():
     "Scalars that compare equal are written with different lengths"
-    for v in (1, True, 1., '1', None, 10, 'x'*50): assert nbytes(dict(a=v))==len(encode(dict(a=v)))
+    for k in ('a'*n for n in range(1, 9)): # headers are filled up to eight bytes
+        for v in (1, True, 1., '1', None, 10, 'x'*50): assert nbytes({k: v})==len(encode({k: v}))
     for cast in ('', 'float16', 'int8'):
         for t in (torch.ones(3), torch.ones(3, 1), torch.full((3,), 7), torch.ones(3).bool(), torch.ones(9).bool(), torch.tensor([1., .1, 3.])): assert nbytes(dict(a=t), cast)==len(encode(dict(a=t), cast))
 
