@@ -8,7 +8,7 @@ __all__ = ['CACHE', 'NO_GPU', 'TEAMS', 'ENGINES', 'BUDGET', 'SHORT', 'LONG', 'CH
            'out_of_memory', 'Traced', 'give_up', 'halve', 'stacked', 'cores', 'Processes', 'team_of', 'disband',
            'engine', 'used', 'possible', 'trial', 'round_seconds', 'measure', 'local_steps', 'kind', 'choice']
 
-# %% ../nbs/01_foundations/34_engines.ipynb #833b7e07
+# %% ../nbs/01_foundations/34_engines.ipynb #bce9a18d
 from dataclasses import dataclass, replace
 import json, os, platform, time, warnings, weakref
 import numpy as np, torch
@@ -19,7 +19,6 @@ from .models import Net
 from .rounds import AT_ONCE, begin, begin_client, client_view, draws, end_client, FederatedData, Federation, one_by_one, ready, sample_bytes
 from .tensors import channels_last, clone, flatten, leaves
 from .trace import Bound, Step
-from .wire import nbytes
 from .workers import Team
 
 # %% ../nbs/01_foundations/34_engines.ipynb #2b321872
@@ -143,7 +142,7 @@ class FellBack(UserWarning): "An engine goes on in another way"
 
 def out_of_memory(e:Exception) -> bool: return isinstance(e, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in str(e)
 
-# %% ../nbs/01_foundations/34_engines.ipynb #6a82cf9b
+# %% ../nbs/01_foundations/34_engines.ipynb #1e47e0e9
 @dataclass
 class Traced:
     "An engine of traced local steps, `at_once` clients at a time; equal to one by one up to rounding"
@@ -151,7 +150,8 @@ class Traced:
     obstacle: str = '' # Why it goes one by one
 
     def __call__(self, fed:Federation, state:dict, ids:list, r:int) -> list: # Replies in the order of `ids`
-        replies,most = [],CACHE//nbytes(state['server']['w']) if fed.data.x.device.type=='cpu' else len(ids)
+        each = sum(t.nbytes for t in flatten(state['server']['w']).values())
+        replies,most = [],CACHE//each if fed.data.x.device.type=='cpu' else len(ids)
         while len(replies) < len(ids) and not self.obstacle:
             some = ids[len(replies):len(replies)+min(self.at_once, max(1, most))]
             try: replies += train(fed, [client_view(fed, state, i, r) for i in some])
