@@ -86,14 +86,15 @@ def environment():
     vision()
     print('GPU         ', torch.cuda.get_device_name() if torch.cuda.is_available() else 'none; everything runs on the CPU')
 
-# %% ../nbs/01_foundations/61_cli.ipynb #52576649
+# %% ../nbs/01_foundations/61_cli.ipynb #ac0e10a2
 def profiles() -> int:
     "What each profile could run here"
     from fedbook.data import describe
     from fedbook.manifest import experiments, PROFILES
     here = {r['name']: r['where'] for r in describe()}
+    def sets(given): return {c['data'] for c in (given, *given.get('columns', {}).values()) if 'data' in c}
     for p in PROFILES:
-        missing = sorted({d for e in experiments().values() if (d := e.parameters(p).get('data')) and not here.get(d)})
+        missing = sorted(d for d in set().union(*(sets(e.parameters(p)) for e in experiments().values())) if not here.get(d))
         print(f'profile {p:7} ' + ('has its data' if not missing else f'needs {", ".join(missing)}: fedbook data fetch {missing[0]}'))
     return 0
 

@@ -45,6 +45,12 @@ def test_commands_that_tell(command, says):
     p = fedbook(command)
     assert p.returncode==0 and says in p.stdout and not p.stderr
 
+def test_the_doctor_names_the_data_of_every_column(tmp_path, monkeypatch, capsys):
+    from fedbook.cli import profiles
+    monkeypatch.setenv('FEDBOOK_DATA', str(tmp_path))
+    profiles()
+    assert 'profile laptop  needs cifar10, cifar100, fashion_mnist, mnist:' in capsys.readouterr().out # MNIST is asked for by a column alone
+
 def test_a_picture_without_provenance_is_done(tmp_path, monkeypatch):
     monkeypatch.setenv('FEDBOOK_FIGURES', str(tmp_path))
     (tmp_path/'000'/'figure1'/'smoke').mkdir(parents=True); (tmp_path/'000'/'figure1'/'smoke'/'run.json').write_text('{"seconds": 2}')
