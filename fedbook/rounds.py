@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['AT_ONCE', 'Protocol', 'FederatedData', 'Federation', 'begin', 'sample_clients', 'client_view', 'local_step', 'draws',
            'begin_client', 'end_client', 'client_round', 'merge_buffers', 'one_by_one', 'one_round', 'score', 'means',
-           'evaluate', 'evaluate_personal', 'shared', 'as_is', 'ready', 'converted', 'sample_bytes', 'body_features',
-           'run', 'resume']
+           'evaluate', 'globally', 'validate', 'evaluate_personal', 'shared', 'as_is', 'ready', 'converted',
+           'sample_bytes', 'body_features', 'run', 'resume']
 
 # %% ../nbs/01_foundations/31_rounds.ipynb #b252b3a0
 from contextlib import nullcontext
@@ -25,7 +25,7 @@ from .streams import seeded, stream
 from .tensors import channels_last, clone, flatten, gradient, leaves, load, save, weighted_mean
 from .wire import nbytes
 
-# %% ../nbs/01_foundations/31_rounds.ipynb #74f3780d
+# %% ../nbs/01_foundations/31_rounds.ipynb #1ff8cb0a
 @dataclass(frozen=True)
 class Protocol(Checked):
     "How an experiment is run, whatever the method"
@@ -34,7 +34,7 @@ class Protocol(Checked):
     replace: bool = False # Draw a round's clients with replacement? One drawn twice trains once and counts twice
     weighting: str = 'samples' # A client's weight in the merge: its number of `samples`, or `uniform`
     buffers: str = 'average' # BatchNorm statistics: `average` them, keep them `local`, or `drop` what clients computed
-    evaluate_every: int = setting(1, 'rounds between two evaluations; the last round is always scored', low=1)
+    evaluate_every: int = setting(1, 'rounds between two scorings of the test set; the last is always scored, the validation part in every one', low=1)
 
     def __post_init__(self):
         super().__post_init__()
@@ -247,23 +247,34 @@ def means(
     every = torch.as_tensor(np.concatenate([np.asarray(p) for p in parts]), device=values.device)
     return (torch.zeros(len(parts), dtype=torch.float64, device=values.device).index_add_(0, owner, values[every].double())/sizes).tolist()
 
-# %% ../nbs/01_foundations/31_rounds.ipynb #a86d89c9
+# %% ../nbs/01_foundations/31_rounds.ipynb #4b800bf3
 def evaluate(
     fed:Federation, # The run
     state:dict, # Its state
     r:int, # Rounds done
 ) -> list: # Rows [round, client, metric, value]; accuracies in percent, losses in nats
-    "The global model on the test set, on the validation part, and on each client's part of the test set; losses are smoothed as in training"
-    d,rows = fed.data,[]
-    def on(x, y): return score(fed.net, state['server']['w'], state['buffers'], x, y, d.prepare, label_smoothing=fed.local.label_smoothing)
-    right,loss = on(*d.test)
-    rows += [[r, None, 'accuracy', 100*right.double().mean().item()], [r, None, 'loss', loss.mean().item()]]
+    "The global model on the test set and on each client's part of it; losses are smoothed as in training"
+    d = fed.data
+    right,loss = globally(fed, state, *d.test)
+    rows = [[r, None, 'accuracy', 100*right.double().mean().item()], [r, None, 'loss', loss.mean().item()]]
     scored = [i for i,idx in enumerate(d.test_clients or []) if len(idx)]
     if scored: rows += [[r, i, 'client_accuracy', 100*a] for i,a in zip(scored, means(right, [d.test_clients[i] for i in scored]))]
-    if d.validation:
-        right,loss = on(*d.validation)
-        rows += [[r, None, 'val_accuracy', 100*right.double().mean().item()], [r, None, 'val_loss', loss.mean().item()]]
     return rows
+
+def globally(fed, state, x, y):
+    "`score` of the global model"
+    return score(fed.net, state['server']['w'], state['buffers'], x, y, fed.data.prepare, label_smoothing=fed.local.label_smoothing)
+
+# %% ../nbs/01_foundations/31_rounds.ipynb #a0dacd3c
+def validate(
+    fed:Federation, # The run
+    state:dict, # Its state
+    r:int, # Rounds done
+) -> list: # Rows [round, None, metric, value], none where there is no validation part
+    "The global model on the validation part"
+    if not fed.data.validation: return []
+    right,loss = globally(fed, state, *fed.data.validation)
+    return [[r, None, 'val_accuracy', 100*right.double().mean().item()], [r, None, 'val_loss', loss.mean().item()]]
 
 # %% ../nbs/01_foundations/31_rounds.ipynb #7f51cb1e
 def evaluate_personal(
@@ -321,7 +332,7 @@ def body_features(x:Tensor, net:Net, prepare) -> Tensor: # [n, d]
     "The features of images, remembered as long as the same tensors are asked for"
     return extract(x, net.module.body, prepare, device=str(x.device)).to(x.device)
 
-# %% ../nbs/01_foundations/31_rounds.ipynb #23a478e1
+# %% ../nbs/01_foundations/31_rounds.ipynb #0cf9d58b
 def run(
     fed:Federation, # The run
     checkpoint:Path=None, # A .safetensors file that is written after each round and taken up again
@@ -334,7 +345,7 @@ def run(
     if checkpoint and Path(checkpoint).exists(): state,rows,done = resume(checkpoint, state)
     for r in range(done, p.rounds):
         state,new = one_round(fed, state, r, engine)
-        rows += new
+        rows += new + validate(fed, state, r+1)
         if (r+1)%p.evaluate_every==0 or r+1==p.rounds: rows += evaluate(fed, state, r+1)
         if checkpoint: save(state, checkpoint, round=str(r+1), rows=json.dumps(rows))
         on_round(r+1)

@@ -113,6 +113,13 @@ def test_fedspu_trains_sends_and_merges_active_rows_only():
     for k in w: assert torch.equal(r['memory']['own'][k][~mask[k]], state['memory']['0']['own'][k][~mask[k]])
     assert sum(v.numel() for v in r['message']['values'].values())==sum(m.sum() for m in mask.values()) and same(fed.method.personal(state['server'], r['memory']), r['memory']['own'])
 
+def test_fedspu_gives_clients_unlike_shares_unless_told_one():
+    fed = whole(FedSPU(), rounds=1, per_round=4)
+    sent = [sum(v.numel() for v in r['message']['values'].values()) for r in one_by_one(fed, begin(fed), [0,1,2,3], 0)]
+    assert sent==sorted(sent) and len(set(sent))==4
+    alike = whole(FedSPU(share=.5), rounds=1, per_round=4)
+    assert len({sum(v.numel() for v in r['message']['values'].values()) for r in one_by_one(alike, begin(alike), [0,1,2,3], 0)})==1
+
 @pytest.mark.parametrize('bad,word', [(lambda: MOON(mu=-1), 'mu'), (lambda: MOON(tau=0), 'tau'), (lambda: FedNTD(beta=-1), 'beta'), (lambda: FedSPU(share=0), 'share'), (lambda: FedSPU(share=1.1), 'share'), (lambda: method('moon', nu=1), 'nu')])
 def test_refusals(bad, word):
     with pytest.raises(Refused, match=word): bad()

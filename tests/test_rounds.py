@@ -180,7 +180,7 @@ def test_rows():
     fed = federation(rounds=4, evaluate_every=3)
     fed.data.validation = (fed.data.x[:9], fed.data.y[:9])
     state,rows = run(fed)
-    assert [r[0] for r in rows if r[2]=='accuracy']==[3,4]
+    assert [r[0] for r in rows if r[2]=='accuracy']==[3,4] and [r[0] for r in rows if r[2]=='val_accuracy']==[1,2,3,4]
     x,y = fed.data.test
     z = fed.net.logits(state['server']['w'], {}, x)
     last = {r[2]: r[3] for r in rows if r[0]==4 and r[1] is None}

@@ -24,13 +24,13 @@ DIFFERENCES = [ # what, the paper says, the released code does, fedbook does
     ('seeds', 'three repetitions', 'partition seeded, training not', 'every stream keyed'),
 ]
 
-# %% ../../nbs/02_methods/40_chapter_fedcspack.ipynb #8f2ffa87
+# %% ../../nbs/02_methods/40_chapter_fedcspack.ipynb #883237f4
 ALGORITHMS = {'FedAvg': dict(name='fedavg'), 'FedProx': dict(name='fedprox', mu=.1), 'FedNova': dict(name='fednova'), 'MOON': dict(name='moon', mu=1., tau=.5), 'FedDBE': dict(name='feddbe', kappa=50.),
-    'FedAS': dict(name='fedas'), 'FedNTD': dict(name='fedntd', beta=1., tau=1.), 'FedPAC': dict(name='fedpac', lam=1.), 'FedALA': dict(name='fedala'), 'FedSPU': dict(name='fedspu', share=.4),
+    'FedAS': dict(name='fedas'), 'FedNTD': dict(name='fedntd', beta=1., tau=1.), 'FedPAC': dict(name='fedpac', lam=1.), 'FedALA': dict(name='fedala'), 'FedSPU': dict(name='fedspu'),
     'FedCSPACK': dict(name='fedcspack', size=1024), 'local only': dict(name='localonly')}
 NATURAL = {'MOON': 'accuracy', 'FedDBE': 'personal_accuracy', 'FedAS': 'personal_accuracy', 'FedPAC': 'personal_accuracy', 'FedALA': 'personal_accuracy', 'FedSPU': 'personal_accuracy', 'FedCSPACK': 'personal_accuracy', 'local only': 'personal_accuracy'}
 
-# %% ../../nbs/02_methods/40_chapter_fedcspack.ipynb #aed465d7
+# %% ../../nbs/02_methods/40_chapter_fedcspack.ipynb #b34c45b9
 def comparison_setting(
     algorithm:str, # A name in `ALGORITHMS`
     alpha:float=None, # Of the Dirichlet partition; `None`: `classes` per client instead
@@ -44,10 +44,10 @@ def comparison_setting(
     evaluate_every:int=10, # Rounds between two evaluations
     protocol:str='official', # The test set is untouched, or shared out as 'released'
     method:dict={}, # Other hyper-parameters of the algorithm
-    **settings, # `data`, `model`, `input`, `validation` of a `Setting`
+    **settings, # `data`, `model`, `input` of a `Setting`
 ) -> Setting: # One cell of a table of paper 003
     "A method as in the tables and figures of paper 003; raises `Refused` for an unknown algorithm or protocol"
     m = dict(choose(algorithm, ALGORITHMS, 'algorithm'), **(dict(variant=variant) if algorithm=='FedCSPACK' else {}), **method)
     partition = dict(name='dirichlet', alpha=alpha) if alpha else dict(name='classes_per_client', classes=classes)
-    return Setting(method=m, partition=dict(partition, n_clients=clients[0]), personal=True, leaky=choose(protocol, ('official','released'), 'protocol')=='released',
+    return Setting(method=m, partition=dict(partition, n_clients=clients[0]), validation=0., personal=True, leaky=choose(protocol, ('official','released'), 'protocol')=='released',
         protocol=dict(rounds=rounds, per_round=clients[1], evaluate_every=evaluate_every), local=dict(epochs=epochs, batch_size=batch_size, optimiser=dict(name='sgd', lr=lr)), **settings)
