@@ -6,7 +6,7 @@
 __all__ = ['aten', 'TURNS', 'SAME_SHAPE', 'flat_step', 'nll', 'nll_backward', 'trace', 'take_out_draws', 'draw', 'simplify',
            'idle', 'ones', 'pool_first', 'multiple', 'move', 'source', 'product', 'in_place', 'change', 'compiled',
            'Step', 'list_of_one', 'list_of_many', 'finished', 'Bound', 'list_for', 'number', 'alone', 'together',
-           'drawn']
+           'drawn', 'moved', 'bring_back', 'recording', 'replayed']
 
 # %% ../nbs/01_foundations/32_trace.ipynb #caaa2161
 from collections import Counter
@@ -211,12 +211,13 @@ def compiled(
     exec(re.sub(r'torch\.ops\.(\w+)\.(\w+)\.(\w+)', entry, code.src), space := {**code.globals, **entries})
     return partial(space['forward'], gm)
 
-# %% ../nbs/01_foundations/32_trace.ipynb #08f5fe54
+# %% ../nbs/01_foundations/32_trace.ipynb #b926f21b
 class Step:
     "The local step of a run, and its lists: one for every number of clients and size of batch that comes up often enough"
     often = 50 # Clients
 
-    def __init__(self, method:FedAvg, local:Local, net:Net): self.parts,self.kinds,self.lists,self.seen = (method, local, net),{},{},Counter()
+    def __init__(self, method:FedAvg, local:Local, net:Net):
+        self.parts,self.kinds,self.lists,self.seen,self.places,self.recordings = (method, local, net),{},{},Counter(),{},{}
 
 # %% ../nbs/01_foundations/32_trace.ipynb #bca432b5
 def list_of_one(
@@ -256,7 +257,7 @@ def finished(
     in_place(gm, pairs, len(flat)-1)
     return compiled(gm),draws
 
-# %% ../nbs/01_foundations/32_trace.ipynb #766be2f6
+# %% ../nbs/01_foundations/32_trace.ipynb #02eca727
 class Bound:
     "A step and the clients it changes"
     def __init__(self,
@@ -264,12 +265,15 @@ class Bound:
         carry:tuple, # (w, optimiser state, buffers), each leaf [clients, …]; they change in place
         given:tuple, # (message, memory), each leaf [clients, …]
         streams:list, # Per client, the stream that its training draws from
+        record=None, # `recording`, or `None` to launch one operation after the other
     ):
-        self.step,self.streams,self.clients = step,streams,len(streams)
+        self.step,self.streams,self.clients,self.record = step,streams,len(streams),record
         self.flat,self.spec = tree_flatten((carry, given))
         self.changing = len(tree_flatten(carry)[0])
         kind = self.spec,tuple((t.shape, t.stride(), t.dtype) for t in self.flat)
         self.kind = step.kinds.setdefault(kind, len(step.kinds))
+        self.own = self.flat
+        if record: self.flat = moved(step.places, self.kind, self.flat)
 
     def __call__(self, rows:list, x:Tensor, y:Tensor, scale:float) -> Tensor: # Their losses, [rows]
         "One step of the clients `rows` (ascending) on batches x [rows, b, …] and y [rows, b]"
@@ -300,7 +304,7 @@ def alone(bound, j, x, y, scale):
     for old,t in zip(flat, new): old.copy_(t)
     return loss
 
-# %% ../nbs/01_foundations/32_trace.ipynb #2636867f
+# %% ../nbs/01_foundations/32_trace.ipynb #0d239a95
 def together(bound, rows, x, y, scale):
     "The step of the clients `rows`"
     a,n = rows[0],len(rows)
@@ -308,10 +312,56 @@ def together(bound, rows, x, y, scale):
     flat = bound.flat if n==bound.clients else [t[a:a+n] if apart is None else t.index_select(0, apart) for t in bound.flat]
     run,draws = list_for(bound, n, flat, x, y)
     noise = zip(*(drawn(bound.streams[j], draws) for j in rows)) if draws else ()
-    with torch.inference_mode(): losses = run(*flat, x, y, number(scale, x.device), *map(torch.stack, noise), scale)
+    noise = [torch.stack(d) for d in noise]
+    if bound.record and flat is bound.flat: return replayed(bound, run, scale, x, y, *noise)
+    with torch.inference_mode(): losses = run(*flat, x, y, number(scale, x.device), *noise, scale)
     for old,t in zip(bound.flat[:bound.changing], flat) if apart is not None else (): old.index_copy_(0, apart, t)
     return losses
 
 # %% ../nbs/01_foundations/32_trace.ipynb #1130dc0f
 def drawn(stream, draws):
     with stream: return [draw(*d) for d in draws]
+
+# %% ../nbs/01_foundations/32_trace.ipynb #99f75431
+def moved(places, kind, flat):
+    "The tensors of a stack in the memory that recordings of its kind work on"
+    if kind not in places: places[kind] = [t.clone() for t in flat]
+    else: torch._foreach_copy_(places[kind], flat)
+    return places[kind]
+
+# %% ../nbs/01_foundations/32_trace.ipynb #2dc5866b
+def bring_back(
+    bound:Bound, # After its last step
+):
+    "The stack that the clients came from takes the values of the one they trained in"
+    for own,t in zip(bound.own[:bound.changing], bound.flat):
+        if own is not t: own.copy_(t)
+
+# %% ../nbs/01_foundations/32_trace.ipynb #3e03b985
+def recording(
+    run, # Launches work on a GPU, always on the same memory; it is called three times to warm up
+): # A function that launches it again, and the tensor with the result of the last launch
+    "A CUDA graph"
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side): [run() for _ in range(3)]
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph): result = run()
+    return graph.replay, result
+
+# %% ../nbs/01_foundations/32_trace.ipynb #60f73836
+@torch.inference_mode()
+def replayed(bound, run, scale, *batch):
+    "A step of all clients by its recording, made when it comes for the first time"
+    key,recordings = (run, scale),bound.step.recordings
+    if key not in recordings:
+        fixed,n,changing = [t.clone() for t in batch],number(scale, batch[0].device),bound.flat[:bound.changing]
+        before = [t.clone() for t in changing]
+        def go(): return run(*bound.flat, *fixed[:2], n, *fixed[2:], scale)
+        replay,losses = bound.record(go)
+        torch._foreach_copy_(changing, before)
+        recordings[key] = fixed,n,replay,losses # what a recording works on must stay where it is
+    fixed,_,replay,losses = recordings[key]
+    torch._foreach_copy_(fixed, list(batch)); replay()
+    return losses.clone()

@@ -45,12 +45,18 @@ def normed():
 LOCALS = dict(sgd=Local(2, 4, SGD(.1, .9, 1e-3)), plain=Local(3, 4, SGD(.1), Cosine(per='epoch', period=3)), adamw=Local(2, 5, AdamW(.01), Cosine(per='batch', period=5)),
               adam=Local(1, 4, Adam(.01)), whole=Local(1, 100, SGD(.1), label_smoothing=.1))
 MODULES = dict(plain=lambda: mlp(blocks=True), batchnorm=normed, dropout=lambda: mlp(dropout=.4, blocks=True))
-ROUNDING = dict(traced=Traced, stacked=stacked, two=lambda: Traced(2))
+def imitation(run):
+    "Stands in for a recording: what `run` works on stays where it is, and its result is overwritten"
+    out = run()
+    return lambda: out.copy_(run()), out
+
+HERE = [e for e in ENGINES if e!='graphs' or torch.cuda.is_available()]
+ROUNDING = dict(traced=Traced, stacked=stacked, two=lambda: Traced(2), recorded=lambda: Traced(10**9, imitation))
 
 SOME = [('sgd','batchnorm'), ('adamw','plain'), ('plain','dropout')] # for every method; all pairs for FedAvg
 GRID = [(n, m, l) for n in sorted(methods()) for l in LOCALS for m in MODULES if n=='fedavg' or (l, m) in SOME]
 
-@pytest.mark.parametrize('name,module,local,engine', [(*g, e) for g in GRID for e in ROUNDING if g[0]=='fedavg' or e=='stacked' or (e=='traced' and g[1]=='batchnorm')])
+@pytest.mark.parametrize('name,module,local,engine', [(*g, e) for g in GRID for e in ROUNDING if g[0]=='fedavg' or e=='stacked' or (e=='traced' and g[1]=='batchnorm') or (e=='recorded' and g[1]=='dropout')])
 def test_traced_steps_are_one_by_one(name, module, local, engine):
     "Unequal clients, unequal numbers of steps, statistics of BatchNorm, draws of dropout: 1e-5 in float32, 1e-10 in float64"
     for precision,bound in ((lambda f: f, 1e-5), (precise, 1e-10)):
@@ -207,7 +213,7 @@ def images(frozen=(), **settings):
     fed.data.test_clients = [np.arange(8), np.arange(8, 14)]; fed.data.prepare = lambda x: x/255.
     return replace(fed, net=Net(build('cnn', 3, 1, 8, channels=(4,), hidden=(6,), **settings), frozen=frozen))
 
-@pytest.mark.parametrize('engine', ENGINES)
+@pytest.mark.parametrize('engine', HERE)
 def test_a_frozen_body_computes_its_features_once(engine, monkeypatch):
     calls,fed = [],images('body')
     features = Net.features
@@ -266,15 +272,30 @@ def test_convolutions_are_tried_in_processes_first():
 
 @pytest.mark.parametrize('name', ENGINES)
 def test_what_ran_is_named(name):
-    e = engines.engine(name)
+    e = engines.engine(name, 'cuda' if name=='graphs' else 'cpu')
     assert engines.used(e)==name
     if isinstance(e, Traced): e.obstacle = 'x'; assert engines.used(e)=='one_by_one'
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason='CUDA graphs need a GPU')
+@pytest.mark.parametrize('model', ['mlp','cnn'])
+def test_recorded_steps_are_stacked_steps_on_a_gpu(model):
+    from fedbook.experiments import federation, Setting
+    fed = federation(Setting('fashion_mnist_mini', model=dict(name=model), protocol=dict(rounds=3)), 0, 'cuda')
+    assert distance(run(fed, engine=stacked())[0], run(fed, engine=engines.graphs())[0]) < 1e-5
+
+def test_a_recording_works_on_memory_that_stays_and_leaves_none_of_it_behind():
+    "Warming up takes steps back; two rounds of two stacks share the memory of their kind; what is sent is not in it"
+    fed,places = federation(sizes=(8,8,8,8), per_round=4, rounds=3, local=Local(2, 4, SGD(.1, .9))),[]
+    def record(run): places.append([t.data_ptr() for t in run.__closure__[0].cell_contents.flat]); [run() for _ in range(3)]; return imitation(run)
+    a,b = run(fed, engine=Traced(2))[0],run(fed, engine=Traced(2, record))[0]
+    assert same(a, b) and len(places)==1
 
 def test_processes_are_refused_on_a_gpu_before_any_work(tmp_path):
     from fedbook.experiments import Case, run_cases, Setting
     with pytest.raises(Refused, match='cannot share a GPU'): engines.engine('traced_processes', 'cuda')
     case = Case({}, Setting('fashion_mnist_mini'))
-    for name,device,words in (('processes','cuda','cannot share a GPU'), ('staked','cpu',"'stacked'")):
+    with pytest.raises(Refused, match='CUDA graphs need a GPU; take the engine stacked'): engines.engine('graphs')
+    for name,device,words in (('processes','cuda','cannot share a GPU'), ('graphs','cpu','need a GPU'), ('staked','cpu',"'stacked'")):
         with pytest.raises(Refused, match=words): run_cases([case], [0], tmp_path, device, name)
     assert not list(tmp_path.iterdir())
 
