@@ -7,7 +7,7 @@ __all__ = ['COMPUTES', 'Setting', 'local', 'protocol', 'device', 'dataset', 'cla
            'network', 'split', 'resplit', 'federation', 'bare', 'code_fingerprint', 'Case', 'run_case', 'device_name',
            'estimate', 'timed', 'run_cases', 'progress']
 
-# %% ../nbs/01_foundations/50_experiments.ipynb #9cb9d43b
+# %% ../nbs/01_foundations/50_experiments.ipynb #4ecf11f8
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -23,7 +23,7 @@ from .method import combined, Local, method
 from .models import Net, build, weights_fingerprint
 from .optim import OPTIMISERS, SCHEDULES
 from .results import append, read
-from .rounds import begin, evaluate, FederatedData, Federation, Protocol, ready, run, validate
+from .rounds import begin, evaluate, FederatedData, Federation, Protocol, ready, run, shared, validate
 from .settings import check_names, Checked, make, setting
 from .streams import stream
 
@@ -209,18 +209,20 @@ def device_name(
     if device=='cuda': return torch.cuda.get_device_name()
     return f'{cores()} CPU core{"s"*(cores()>1)} ({platform.machine()})'
 
-# %% ../nbs/01_foundations/50_experiments.ipynb #2d4516a6
+# %% ../nbs/01_foundations/50_experiments.ipynb #f3f8be3a
 def estimate(
     todo:list, # Pairs of a case and a seed
     device:str='cpu', # Where to compute
 ) -> float: # Seconds
-    "How long runs will take on their engine, from the time of a local step and of one scoring of test set and validation part"
+    "How long runs will take on their engines, from the time of a local step of each method and of one scoring of test set and validation part"
     if not todo: return 0.
     fed = ready(federation(todo[0][0].setting, todo[0][1], device))
-    per_step,per_test,per_round = choice(fed)[1],*(timed(lambda: f(fed, begin(fed), 0)) for f in (evaluate, validate))
+    per_test,per_round = (timed(lambda: f(fed, begin(fed), 0)) for f in (evaluate, validate))
     def cost(case, seed):
-        f = federation(case.setting, seed, device)
-        return local_steps(f)*per_step + f.protocol.rounds*per_round + f.protocol.rounds//f.protocol.evaluate_every*per_test
+        f = ready(federation(case.setting, seed, device))
+        p,d = f.protocol,f.data
+        personal = 0 if shared(f) else sum(map(len, d.test_clients or []))/len(d.test[1])
+        return local_steps(f)*choice(f)[1] + p.rounds*per_round + (p.rounds//p.evaluate_every + personal)*per_test
     return sum(cost(case, todo[0][1])*sum(c is case for c,_ in todo) for case in {id(c): c for c,_ in todo}.values())
 
 # %% ../nbs/01_foundations/50_experiments.ipynb #27a53fd2

@@ -137,6 +137,17 @@ def test_steps_are_counted_exactly():
     run(fed)
     assert len(steps)==E.local_steps(fed)
 
+def test_the_estimate_asks_each_method_for_its_step_and_counts_what_is_scored(monkeypatch):
+    seconds = dict(FedAvg=1., FedALA=10.)
+    monkeypatch.setattr(E, 'choice', lambda fed: ('one_by_one', seconds[type(fed.method).__name__])); monkeypatch.setattr(E, 'timed', lambda f: 0.)
+    avg,ala = (Case({}, Setting(**SMALL | dict(method=dict(name=m), personal=True))) for m in ('fedavg','fedala'))
+    n = E.local_steps(federation(avg.setting))
+    assert E.estimate([(avg, 0), (avg, 1), (ala, 0)])==pytest.approx(n*12)
+    monkeypatch.setattr(E, 'timed', lambda f: 1.); monkeypatch.setattr(E, 'local_steps', lambda fed: 0)
+    p,d = federation(avg.setting).protocol,federation(avg.setting).data
+    scored = p.rounds + p.rounds//p.evaluate_every
+    assert E.estimate([(avg, 0)])==pytest.approx(scored) and E.estimate([(ala, 0)])==pytest.approx(scored + sum(map(len, d.test_clients))/len(d.test[1]))
+
 @pytest.mark.parametrize('bad', [dict(data='fashion_mini'), dict(model=dict(name='sofmax')), dict(partition=dict(name='dirichlet', n_clients=10, alpha=0)),
     dict(partition=dict(name='dirichlet', n_clients=10, alfa=1)), dict(partition=dict(name='iid', n_clients=10**6)), dict(method=dict(name='fedprox', mu=-1)),
     dict(local=dict(epoch=1)), dict(local=dict(schedule=dict(name='cosine', period=0))), dict(protocol=dict(round=3)), dict(protocol=dict(per_round=11)), dict(input=dict(sise=3))])
