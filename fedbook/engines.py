@@ -276,7 +276,7 @@ def round_seconds(
     engine(fed, state, ids, 0); start = time.perf_counter(); engine(fed, state, ids, 0)
     return time.perf_counter()-start
 
-# %% ../nbs/01_foundations/34_engines.ipynb #a0df70b2
+# %% ../nbs/01_foundations/34_engines.ipynb #687e9573
 def measure(
     fed:Federation, # The run
 ) -> dict[str, float]: # Seconds per local step, for every engine that was tried
@@ -289,7 +289,7 @@ def measure(
     steps = local_steps(small)/small.protocol.rounds
     traces.often = 0 # for the length of the trial every shape is worth tracing
     for name in possible(fed)[1:]:
-        if time.perf_counter()-start < BUDGET: times[name] = round_seconds(engine(name), small)/steps
+        if time.perf_counter()-start < BUDGET: times[name] = round_seconds(engine(name, fed.data.x.device.type), small)/steps
     del traces.often
     return times
 
