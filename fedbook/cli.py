@@ -6,8 +6,8 @@
 __all__ = ['list_', 'reproduce', 'assignment', 'show', 'data', 'doctor', 'environment', 'profiles', 'quickstart', 'parser',
            'add_reproduce', 'add_show', 'add_data', 'main']
 
-# %% ../nbs/01_foundations/61_cli.ipynb #f0381cb3
-import argparse, os, sys
+# %% ../nbs/01_foundations/61_cli.ipynb #572ce2c4
+import argparse, os, re, sys
 from .errors import Refused
 
 # %% ../nbs/01_foundations/61_cli.ipynb #3bd69661
@@ -35,15 +35,17 @@ def reproduce(a) -> int:
     print(f'Open {index()}')
     return int(any(r['status']!='ok' for r in results))
 
-# %% ../nbs/01_foundations/61_cli.ipynb #93a03d8b
+# %% ../nbs/01_foundations/61_cli.ipynb #8d65a9fe
 def assignment(
     text:str, # NAME=VALUE
 ) -> tuple: # The name, and the value as TOML reads it
-    "A parameter of a notebook from the command line"
+    "A parameter of a notebook from the command line; a word needs no quotation marks"
     import tomllib
     name,_,value = text.partition('=')
     try: return name, tomllib.loads(f'v = {value}')['v']
-    except tomllib.TOMLDecodeError: raise Refused(f'-p expects NAME=VALUE, e.g. seeds=[0,1] or data="mnist" with its quotation marks, not {text!r}.')
+    except tomllib.TOMLDecodeError:
+        if re.fullmatch(r'[a-z][\w.:]*', value): return name, value
+        raise Refused(f'-p expects NAME=VALUE, e.g. seeds=[0,1] or data=mnist, not {text!r}.')
 
 # %% ../nbs/01_foundations/61_cli.ipynb #1271662d
 def show(a) -> int:

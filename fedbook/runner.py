@@ -42,13 +42,13 @@ def plan(
         jobs.append(Job(e.id, profile, nb, given, output_folder(e.id, profile), e.timeout))
     return jobs
 
-# %% ../nbs/01_foundations/60_runner.ipynb #563fc13b
+# %% ../nbs/01_foundations/60_runner.ipynb #51d7326d
 def changed(
     manifest:dict, # The parameters of a profile
     parameters:dict, # Instead of those
 ) -> dict: # All parameters, with a note on the changed ones
-    "Parameters in place of a profile's, and said so"
-    differ = ', '.join(f'{k} = {v!r}' for k,v in parameters.items() if manifest.get(k)!=v)
+    "Parameters in place of a profile's, and said so; the engine changes no result, and each row names it"
+    differ = ', '.join(f'{k} = {v!r}' for k,v in parameters.items() if manifest.get(k)!=v and k!='engine')
     return manifest | parameters | (dict(stand_in=manifest['stand_in'] | dict(changed=differ)) if differ and 'stand_in' in manifest else {})
 
 # %% ../nbs/01_foundations/60_runner.ipynb #a14632b9

@@ -17,7 +17,7 @@ def refused(p):
     return p.stderr
 
 @pytest.mark.parametrize('args,named', [(['reproduce','000-tabel7'], '000-table7'), (['reproduce','--profile','labtop'], 'laptop'), (['reproduce','-j','0'], '-j'),
-    (['reproduce','000-table7','-p','sedes=[0]'], 'seeds'), (['reproduce','000-table7','-p','data=mnist'], 'quotation'), (['show','000-table77'], '000-table7'),
+    (['reproduce','000-table7','-p','sedes=[0]'], 'seeds'), (['reproduce','000-table7','-p','seeds=[0'], 'NAME=VALUE'), (['reproduce','000-table7','-p','data=mnits'], "'mnist'"), (['show','000-table77'], '000-table7'),
     (['reproduce','000-table7','-p','data="mnits"'], "'mnist'"), (['reproduce','000-table7','-p','model={name="sofmax"}'], "'softmax'"),
     (['reproduce','--profile','laptop'], 'cifar100.npz'), (['show','000-table6'], 'has not been made'), (['data','fetch','cifar1O'], 'cifar10'), (['data','fetch','cifar100'], 'cifar100.npz')])
 def test_bad_input_is_one_sentence_and_nothing_is_written(args, named, tmp_path):
@@ -145,3 +145,9 @@ def test_killed_in_the_middle_and_run_again(whole, tmp_path):
     assert fedbook(*TABLE, FEDBOOK_FIGURES=tmp_path).returncode==0
     assert finished()[:len(kept)]==kept and len(finished())==6
     assert numbers(folder)==numbers(whole[0]/'000/table6/smoke')
+
+def test_the_engine_is_no_change_of_the_experiment():
+    from fedbook.runner import changed
+    asked = dict(engine='auto', seeds=[0], stand_in={})
+    assert changed(asked, dict(engine='stacked'))==dict(asked, engine='stacked')
+    assert changed(asked, dict(engine='stacked', seeds=[1]))['stand_in']==dict(changed='seeds = [1]')

@@ -284,11 +284,11 @@ def test_recorded_steps_are_stacked_steps_on_a_gpu(model):
     assert distance(run(fed, engine=stacked())[0], run(fed, engine=engines.graphs())[0]) < 1e-5
 
 def test_a_recording_works_on_memory_that_stays_and_leaves_none_of_it_behind():
-    "Warming up takes steps back; two rounds of two stacks share the memory of their kind; what is sent is not in it"
-    fed,places = federation(sizes=(8,8,8,8), per_round=4, rounds=3, local=Local(2, 4, SGD(.1, .9))),[]
+    "Warming up takes steps back; all rounds of both stacks share the memory of their kind; what is sent is not in it; each rate has a recording"
+    fed,places = federation(sizes=(8,8,8,8), per_round=4, rounds=3, local=Local(2, 4, SGD(.1, .9), Cosine(per='epoch', period=2))),[]
     def record(run): places.append([t.data_ptr() for t in run.__closure__[0].cell_contents.flat]); [run() for _ in range(3)]; return imitation(run)
     a,b = run(fed, engine=Traced(2))[0],run(fed, engine=Traced(2, record))[0]
-    assert same(a, b) and len(places)==1
+    assert same(a, b) and len(places)==2 and places[0]==places[1], 'one recording for each rate, in the same memory'
 
 def test_processes_are_refused_on_a_gpu_before_any_work(tmp_path):
     from fedbook.experiments import Case, run_cases, Setting
