@@ -7,7 +7,7 @@ TMP    := $(abspath $(VENV))/tmp
 # `make bench` times everything and writes figures/scale/speed; other frameworks join in with e.g. PEERS='{pfl: /path/to/its/python}'.
 PEERS  ?= {}
 
-.PHONY: book test env readme bench
+.PHONY: book test env readme bench device
 
 book: env
 	$(BIN)/fedbook reproduce --profile smoke
@@ -25,6 +25,12 @@ bench: env
 	mkdir -p $(TMP) figures/scale/speed
 	PATH="$(abspath $(BIN)):$$PATH" papermill nbs/05_scale/speed.ipynb $(TMP)/speed.ipynb --cwd nbs/05_scale --no-progress-bar -y "{workloads: [softmax, mlp, cnn64, cnn512, resnet18, frozen], repeats: 5, seconds: .3, half: true, \
 		per_round: [5, 10, 20, 50, 100], clients: [100, 1000, 10000, 100000], folder: ../../figures/scale/speed, peers: $(PEERS)}"
+
+# `make device` measures the accelerator, or the processor where there is none, and writes figures/scale/device.
+device: env
+	mkdir -p $(TMP) figures/scale/device
+	PATH="$(abspath $(BIN)):$$PATH" papermill nbs/05_scale/device.ipynb $(TMP)/device.ipynb --cwd nbs/05_scale --no-progress-bar -y "{clients: [10, 100], networks: {resnet18: {image_size: 32, batch: 128, images: 1024, stem: cifar}, \
+		vit_small_patch16_224: {image_size: 224, batch: 128, images: 512}}, size: 8192, repeats: 5, folder: ../../figures/scale/device}"
 
 readme: env
 	$(BIN)/python tests/readme.py
