@@ -6,7 +6,7 @@
 __all__ = ['aten', 'TURNS', 'SAME_SHAPE', 'flat_step', 'nll', 'nll_backward', 'trace', 'take_out_draws', 'draw', 'simplify',
            'idle', 'ones', 'pool_first', 'multiple', 'move', 'source', 'product', 'in_place', 'change', 'compiled',
            'Step', 'list_of_one', 'list_of_many', 'finished', 'Bound', 'list_for', 'number', 'alone', 'together',
-           'drawn', 'moved', 'bring_back', 'recording', 'replayed']
+           'drawn', 'placed', 'bring_back', 'recording', 'replayed']
 
 # %% ../nbs/01_foundations/32_trace.ipynb #caaa2161
 from collections import Counter
@@ -257,7 +257,7 @@ def finished(
     in_place(gm, pairs, len(flat)-1)
     return compiled(gm),draws
 
-# %% ../nbs/01_foundations/32_trace.ipynb #02eca727
+# %% ../nbs/01_foundations/32_trace.ipynb #7767ead0
 class Bound:
     "A step and the clients it changes"
     def __init__(self,
@@ -273,7 +273,7 @@ class Bound:
         kind = self.spec,tuple((t.shape, t.stride(), t.dtype) for t in self.flat)
         self.kind = step.kinds.setdefault(kind, len(step.kinds))
         self.own = self.flat
-        if record: self.flat = moved(step.places, self.kind, self.flat)
+        if record: self.flat = placed(step.places, self.kind, self.flat)
 
     def __call__(self, rows:list, x:Tensor, y:Tensor, scale:float) -> Tensor: # Their losses, [rows]
         "One step of the clients `rows` (ascending) on batches x [rows, b, …] and y [rows, b]"
@@ -322,8 +322,8 @@ def together(bound, rows, x, y, scale):
 def drawn(stream, draws):
     with stream: return [draw(*d) for d in draws]
 
-# %% ../nbs/01_foundations/32_trace.ipynb #99f75431
-def moved(places, kind, flat):
+# %% ../nbs/01_foundations/32_trace.ipynb #26d7e1f4
+def placed(places, kind, flat):
     "The tensors of a stack in the memory that recordings of its kind work on"
     if kind not in places: places[kind] = [t.clone() for t in flat]
     else: torch._foreach_copy_(places[kind], flat)
