@@ -84,7 +84,7 @@ def side_by_side(
     if any(flatten(t).keys()!=flatten(trees[0]).keys() for t in trees[1:]): raise ValueError('its clients have received or remember different things')
     return leaves(lambda *ts: ts[0].expand(len(ts), *ts[0].shape) if all(t is ts[0] for t in ts) else torch.stack(ts), *trees)
 
-# %% ../nbs/01_foundations/34_engines.ipynb #3490d9d7
+# %% ../nbs/01_foundations/34_engines.ipynb #6e84bc5d
 def train(
     fed:Federation, # The run
     cs:list[Client], # Clients
@@ -97,9 +97,7 @@ def train(
     carry = tuple(clone(side_by_side(trees)) for trees in (ws, [opt.init(w) for w in ws], [c.buffers for c in cs]))
     given = side_by_side([c.message for c in cs]),side_by_side([c.memory for c in cs])
     streams = [draws(fed, c, 'train') for c in cs]
-    bound = Bound(local_step_of(fed.method, fed.local, fed.net), carry, given, streams, record)
-    losses = follow(fed, bound, timetable(cs), streams)
-    bring_back(bound)
+    losses = follow(fed, Bound(local_step_of(fed.method, fed.local, fed.net), carry, given, streams, record), timetable(cs), streams)
     replies = replies_of(fed, cs, carry, losses)
     return [replies[order.index(j)] for j in range(len(cs))]
 
@@ -128,15 +126,16 @@ def kept(tree:dict) -> dict:
     "What outlives the round, in memory of its own: a view would hold the whole stack"
     return leaves(lambda t: t.clone() if t._base is not None else t, tree)
 
-# %% ../nbs/01_foundations/34_engines.ipynb #99f1ff35
+# %% ../nbs/01_foundations/34_engines.ipynb #5f2d4e23
 def follow(fed, bound, groups, streams):
-    "Take the steps of a timetable; the mean loss of each client"
+    "Take the steps of a timetable and bring the stack back; the mean loss of each client"
     total,n = torch.zeros(len(streams), device=fed.data.x.device),np.zeros(len(streams))
     for rows,x,y,scale in steps(fed.data, groups, streams):
         loss = bound(rows, x, y, scale)
         if len(rows)==len(streams): total += loss
         else: total[rows] += loss
         n[rows] += 1
+    bring_back(bound)
     return (total.cpu().double().numpy()/n).tolist()
 
 # %% ../nbs/01_foundations/34_engines.ipynb #18a75f6e
@@ -166,7 +165,7 @@ class Traced:
                 else: halve(self, len(some)//2)
         return replies if not self.obstacle else one_by_one(fed, state, ids, r)
 
-# %% ../nbs/01_foundations/34_engines.ipynb #2b6029e8
+# %% ../nbs/01_foundations/34_engines.ipynb #4237d6a4
 def give_up(engine, fed, e):
     "Go one by one from now on"
     engine.obstacle = f'{type(e).__name__}: {e}'.splitlines()[0]
@@ -177,6 +176,7 @@ def halve(engine, n):
     warnings.warn(f'Memory ran out with {2*n} clients or more at once; going on with {n}.', FellBack, stacklevel=4)
     engine.at_once = n
 
+# %% ../nbs/01_foundations/34_engines.ipynb #255f321a
 def stacked() -> Traced: return Traced(10**9)
 def graphs() -> Traced: return Traced(10**9, recording)
 

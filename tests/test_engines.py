@@ -164,7 +164,7 @@ def test_groups_of_a_timetable():
 
 def test_memory_that_runs_out_halves_the_stack(monkeypatch):
     train,sizes = engines.train,[]
-    def small(fed, cs):
+    def small(fed, cs, record):
         sizes.append(len(cs))
         if len(cs) > 2: raise torch.OutOfMemoryError('CUDA out of memory')
         return train(fed, cs)
@@ -172,7 +172,7 @@ def test_memory_that_runs_out_halves_the_stack(monkeypatch):
     fed = precise(federation(sizes=(5,6,7,8,9), per_round=5))
     with pytest.warns(FellBack, match='going on with 2') as said: b = run(fed, engine=stacked())[0]
     assert distance(run(fed)[0], b) < 1e-10 and sizes==[5] + [2,2,1]*3 and len(said)==1
-    monkeypatch.setattr(engines, 'train', lambda fed, cs: (_ for _ in ()).throw(MemoryError()))
+    monkeypatch.setattr(engines, 'train', lambda fed, cs, record: (_ for _ in ()).throw(MemoryError()))
     with pytest.raises(MemoryError): run(fed, engine=Traced())
 
 @dataclass(frozen=True)
@@ -330,7 +330,7 @@ def test_workers_end_when_their_parent_is_killed():
 
 def test_a_stack_is_no_larger_than_the_cache(monkeypatch):
     train,sizes = engines.train,[]
-    monkeypatch.setattr(engines, 'train', lambda fed, cs: sizes.append(len(cs)) or train(fed, cs))
+    monkeypatch.setattr(engines, 'train', lambda fed, cs, record: sizes.append(len(cs)) or train(fed, cs))
     fed = precise(federation(sizes=(5,6,7,8,9), per_round=5, rounds=1))
     bytes_ = 8*sum(w.numel() for w in fed.net.weights().values())
     for cache,expected in ((2*bytes_, [2,2,1]), (bytes_//2, [1]*5), (9*bytes_, [5])):
