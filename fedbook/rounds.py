@@ -4,11 +4,12 @@
 
 # %% auto #0
 __all__ = ['AT_ONCE', 'Protocol', 'FederatedData', 'Federation', 'begin', 'sample_clients', 'client_view', 'local_step', 'draws',
-           'begin_client', 'end_client', 'client_round', 'merge_buffers', 'one_by_one', 'one_round', 'score', 'means',
-           'evaluate', 'globally', 'validate', 'evaluate_personal', 'shared', 'as_is', 'ready', 'converted',
-           'sample_bytes', 'body_features', 'run', 'resume']
+           'begin_client', 'end_client', 'client_round', 'merge_buffers', 'one_by_one', 'taking_part', 'merged',
+           'one_round', 'score', 'means', 'evaluate', 'globally', 'validate', 'evaluate_personal', 'shared', 'as_is',
+           'ready', 'converted', 'sample_bytes', 'prepared', 'body_features', 'course', 'saved', 'abreast', 'run',
+           'resume']
 
-# %% ../nbs/01_foundations/31_rounds.ipynb #b252b3a0
+# %% ../nbs/01_foundations/31_rounds.ipynb #cc8bd043
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -18,6 +19,7 @@ import numpy as np, torch
 from torch import Tensor
 from .errors import choose, require, Refused
 from .features import extract, head_net
+from .memory import put_away, recalled, sweep
 from .method import batches, Client, FedAvg, Local
 from .models import Classifier, lies_in, Net
 from .settings import Checked, setting
@@ -102,7 +104,7 @@ def sample_clients(
     "The clients of a round"
     return np.unique(stream(seed, 'clients', round).choice(n, m, replace=replace), return_counts=True)
 
-# %% ../nbs/01_foundations/31_rounds.ipynb #6eec914d
+# %% ../nbs/01_foundations/31_rounds.ipynb #e529368c
 def client_view(
     fed:Federation, # The run
     state:dict, # Its state
@@ -110,7 +112,7 @@ def client_view(
     r:int, # Which round, from 0
 ) -> Client: # What the client sees
     "Client `i` at the beginning of round `r`"
-    d,memory = fed.data,state['memory'].get(str(i))
+    d,memory = fed.data,recalled(state['memory'].get(str(i)), fed.data.x.device)
     buffers = state['client_buffers'].get(str(i), state['buffers'])
     own = torch.as_tensor(d.clients[i], device=d.x.device)
     return Client(fed.net, fed.local, (d.x, d.y), own, i, r, fed.seed, fed.method.send(state['server'], i),
@@ -201,7 +203,32 @@ def one_by_one(
     "The reference engine: one client after the other"
     return [client_round(fed, state, i, r) for i in ids]
 
-# %% ../nbs/01_foundations/31_rounds.ipynb #06aeb641
+# %% ../nbs/01_foundations/31_rounds.ipynb #847e95c1
+def taking_part(
+    fed:Federation, # The run
+    r:int, # Which round, from 0
+) -> dict[int, int]: # Client to how often it was drawn, ascending
+    "The clients of a round"
+    ids,times = sample_clients(len(fed.data.clients), fed.protocol.per_round, fed.seed, r, fed.protocol.replace)
+    return dict(zip(ids.tolist(), times.tolist()))
+
+# %% ../nbs/01_foundations/31_rounds.ipynb #886ebfac
+def merged(
+    fed:Federation, # The run
+    state:dict, # Its state
+    times:dict, # Of `taking_part`
+    replies:list, # One per client in `times`
+    r:int, # Which round, from 0
+) -> tuple[dict, list]: # The next state, and rows [round, client, metric, value]
+    "What the server makes of a round's replies"
+    p = fed.protocol
+    weights = [t*(len(fed.data.clients[i]) if p.weighting=='samples' else 1) for i,t in times.items()]
+    server = fed.method.merge(state['server'], [a['message'] for a in replies], weights)
+    memory = {**state['memory'], **{str(i): a['memory'] for i,a in zip(times, replies)}}
+    rows = [[r+1, None, k, sum(a[v] for a in replies)/d] for k,v,d in (('train_loss','loss',len(replies)), ('bytes_down','down',1), ('bytes_up','up',1))]
+    return dict(server=server, memory=memory, **merge_buffers(p.buffers, state, dict(zip(times, replies)), weights)), rows
+
+# %% ../nbs/01_foundations/31_rounds.ipynb #5cae3527
 def one_round(
     fed:Federation, # The run
     state:dict, # Its state
@@ -209,15 +236,8 @@ def one_round(
     engine=one_by_one, # How to go through the clients
 ) -> tuple[dict, list]: # The next state, and rows [round, client, metric, value]
     "Sample, train, merge"
-    p = fed.protocol
-    ids,times = sample_clients(len(fed.data.clients), p.per_round, fed.seed, r, p.replace)
-    replies = dict(zip(ids.tolist(), engine(fed, state, ids.tolist(), r)))
-    weights = [t*(len(fed.data.clients[i]) if p.weighting=='samples' else 1) for i,t in zip(ids, times.tolist())]
-    server = fed.method.merge(state['server'], [a['message'] for a in replies.values()], weights)
-    memory = {**state['memory'], **{str(i): a['memory'] for i,a in replies.items()}}
-    rows = [[r+1, None, k, sum(a[v] for a in replies.values())/d] for k,v,d in
-            (('train_loss','loss',len(replies)), ('bytes_down','down',1), ('bytes_up','up',1))]
-    return dict(server=server, memory=memory, **merge_buffers(p.buffers, state, replies, weights)), rows
+    times = taking_part(fed, r)
+    return merged(fed, state, times, engine(fed, state, list(times), r), r)
 
 # %% ../nbs/01_foundations/31_rounds.ipynb #9e2de0ea
 @torch.inference_mode()
@@ -305,7 +325,7 @@ AT_ONCE = 2**26 # Bytes of prepared samples that are kept, training and test tog
 
 def as_is(x): return x
 
-# %% ../nbs/01_foundations/31_rounds.ipynb #5cf92092
+# %% ../nbs/01_foundations/31_rounds.ipynb #39d5c547
 def ready(
     fed:Federation, # The run
 ) -> Federation: # The same run
@@ -316,9 +336,9 @@ def ready(
         head = Net(head_net(fed.net.module).module, [f for f in fed.net.frozen if not lies_in(f, ('body',))], d.x.device)
         return replace(fed, net=head, data=converted(d, lambda x: body_features(x, fed.net, d.prepare)))
     n = len(d.y) + len(d.test[1]) + (len(d.validation[1]) if d.validation else 0)
-    return replace(fed, data=converted(d, d.prepare)) if n*sample_bytes(d) <= AT_ONCE else fed
+    return replace(fed, data=converted(d, lambda x: prepared(x, d.prepare))) if n*sample_bytes(d) <= AT_ONCE else fed
 
-# %% ../nbs/01_foundations/31_rounds.ipynb #206eea44
+# %% ../nbs/01_foundations/31_rounds.ipynb #52cf7383
 def converted(d:FederatedData, f) -> FederatedData:
     "Data with `f` of all samples, and nothing left to prepare"
     return replace(d, x=f(d.x), test=(f(d.test[0]), d.test[1]), validation=d.validation and (f(d.validation[0]), d.validation[1]), prepare=as_is)
@@ -328,11 +348,59 @@ def sample_bytes(d:FederatedData) -> int:
     return d.prepare(d.x[:1]).nbytes
 
 @lru_cache(maxsize=8)
+def prepared(x:Tensor, prepare) -> Tensor: # What the network takes
+    "Samples ready for the network, remembered like features"
+    return prepare(x)
+
+@lru_cache(maxsize=8)
 def body_features(x:Tensor, net:Net, prepare) -> Tensor: # [n, d]
     "The features of images, remembered as long as the same tensors are asked for"
     return extract(x, net.module.body, prepare, device=str(x.device)).to(x.device)
 
-# %% ../nbs/01_foundations/31_rounds.ipynb #0cf9d58b
+# %% ../nbs/01_foundations/31_rounds.ipynb #17ad5edf
+def course(
+    fed:Federation, # The run, `ready`
+    checkpoint:Path=None, # A .safetensors file that is written after each round and taken up again
+    on_round=lambda r: None, # Told the number of rounds done
+): # Yields (run, state, clients, round), takes their replies; in the end it returns the last state, and rows [round, client, metric, value]
+    "All rounds of a run, as questions; personal models are scored after the last"
+    state,rows,done,p = begin(fed),[],0,fed.protocol
+    if checkpoint and Path(checkpoint).exists(): state,rows,done = resume(checkpoint, state)
+    for r in range(done, p.rounds):
+        times,before = taking_part(fed, r),state['memory']
+        state,new = merged(fed, state, times, (yield fed, state, list(times), r), r)
+        rows += new + validate(fed, state, r+1)
+        if (r+1)%p.evaluate_every==0 or r+1==p.rounds: rows += evaluate(fed, state, r+1)
+        if checkpoint: state = saved(state, before, rows, r+1, Path(checkpoint))
+        on_round(r+1)
+    if fed.data.test_clients: rows += evaluate_personal(fed, state, p.rounds)
+    return state,rows
+
+# %% ../nbs/01_foundations/31_rounds.ipynb #f8debf90
+def saved(state:dict, before:dict, rows:list, done:int, checkpoint:Path) -> dict: # The state, large memories in files
+    "Write a checkpoint after `done` rounds; `before` holds the memories before the last"
+    folder = checkpoint.with_suffix('.memory')
+    state = dict(state, memory=put_away(state['memory'], before, folder, done))
+    save(state, checkpoint, round=str(done), rows=json.dumps(rows))
+    sweep(state['memory'], folder)
+    return state
+
+# %% ../nbs/01_foundations/31_rounds.ipynb #9c15bd73
+def abreast(
+    courses:list, # Of `course`
+    answer, # From a list of questions to a list of their answers
+) -> list: # What each course returns
+    "Let runs go side by side: whatever is asked at a time is answered together"
+    asked,ends = {},[None]*len(courses)
+    def tell(k, replies):
+        try: asked[k] = courses[k].send(replies)
+        except StopIteration as e: asked.pop(k, None); ends[k] = e.value
+    for k in range(len(courses)): tell(k, None)
+    while asked:
+        for k,replies in zip(list(asked), answer(list(asked.values()))): tell(k, replies)
+    return ends
+
+# %% ../nbs/01_foundations/31_rounds.ipynb #0a0ee179
 def run(
     fed:Federation, # The run
     checkpoint:Path=None, # A .safetensors file that is written after each round and taken up again
@@ -340,17 +408,7 @@ def run(
     on_round=lambda r: None, # Told the number of rounds done
 ) -> tuple[dict, list]: # The last state, and rows [round, client, metric, value]
     "All rounds; personal models are scored after the last"
-    fed = ready(fed)
-    state,rows,done,p = begin(fed),[],0,fed.protocol
-    if checkpoint and Path(checkpoint).exists(): state,rows,done = resume(checkpoint, state)
-    for r in range(done, p.rounds):
-        state,new = one_round(fed, state, r, engine)
-        rows += new + validate(fed, state, r+1)
-        if (r+1)%p.evaluate_every==0 or r+1==p.rounds: rows += evaluate(fed, state, r+1)
-        if checkpoint: save(state, checkpoint, round=str(r+1), rows=json.dumps(rows))
-        on_round(r+1)
-    if fed.data.test_clients: rows += evaluate_personal(fed, state, p.rounds)
-    return state,rows
+    return abreast([course(ready(fed), checkpoint, on_round)], lambda asked: [engine(*a) for a in asked])[0]
 
 # %% ../nbs/01_foundations/31_rounds.ipynb #4f517238
 def resume(

@@ -6,7 +6,8 @@
 __all__ = ['tmap', 'weighted_mean', 'squared_distance', 'gradient', 'leaves', 'clone', 'channels_last', 'flatten', 'nest', 'save',
            'load']
 
-# %% ../nbs/01_foundations/03_tensors.ipynb #3cdb313e
+# %% ../nbs/01_foundations/03_tensors.ipynb #a8f1264c
+import json
 from pathlib import Path
 import torch
 from torch import Tensor
@@ -93,7 +94,7 @@ def nest(
         d[last] = t
     return tree
 
-# %% ../nbs/01_foundations/03_tensors.ipynb #5229334a
+# %% ../nbs/01_foundations/03_tensors.ipynb #21db2f96
 def save(
     tree:dict, # Tensors in nested dicts
     path:Path|str, # A .safetensors file
@@ -101,14 +102,16 @@ def save(
 ):
     "Write `tree` as safetensors, all or nothing"
     from safetensors.torch import save_file
-    with writing(path) as part: save_file({k: v.detach().contiguous().cpu().clone() for k,v in flatten(tree).items()}, part, notes or None)
+    flat = flatten(tree)
+    with writing(path) as part: save_file({k: v.detach().contiguous().cpu().clone() for k,v in flat.items()}, part, dict(notes, order=json.dumps(list(flat))))
 
-# %% ../nbs/01_foundations/03_tensors.ipynb #713cb590
+# %% ../nbs/01_foundations/03_tensors.ipynb #abcd6356
 def load(
     path:Path|str, # A .safetensors file
     device:str='cpu', # Where the tensors go
-) -> tuple[dict, dict]: # The tree, and the notes of the header
+) -> tuple[dict, dict]: # The tree, its names in the order in which they were saved, and the notes of the header
     "Read what `save` wrote, into memory of its own: a tensor mapped from a file dies with the file"
     from safetensors import safe_open
     with safe_open(path, 'pt', device=str(device)) as f:
-        return nest({k: f.get_tensor(k).clone() for k in f.keys()}), f.metadata() or {}
+        notes = f.metadata() or {}
+        return nest({k: f.get_tensor(k).clone() for k in json.loads(notes.pop('order', 'null')) or f.keys()}), notes

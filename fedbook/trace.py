@@ -8,8 +8,7 @@ __all__ = ['aten', 'TURNS', 'SAME_SHAPE', 'flat_step', 'nll', 'nll_backward', 't
            'Step', 'list_of_one', 'list_of_many', 'finished', 'Bound', 'list_for', 'number', 'alone', 'together',
            'drawn', 'placed', 'bring_back', 'recording', 'replayed']
 
-# %% ../nbs/01_foundations/32_trace.ipynb #caaa2161
-from collections import Counter
+# %% ../nbs/01_foundations/32_trace.ipynb #8db12a3c
 from functools import lru_cache, partial
 import operator, re
 import torch
@@ -211,13 +210,11 @@ def compiled(
     exec(re.sub(r'torch\.ops\.(\w+)\.(\w+)\.(\w+)', entry, code.src), space := {**code.globals, **entries})
     return partial(space['forward'], gm)
 
-# %% ../nbs/01_foundations/32_trace.ipynb #b926f21b
+# %% ../nbs/01_foundations/32_trace.ipynb #aa3bb850
 class Step:
-    "The local step of a run, and its lists: one for every number of clients and size of batch that comes up often enough"
-    often = 50 # Clients
-
+    "The local step of a run, and its lists: one for every number of clients and size of batch that is worth one"
     def __init__(self, method:FedAvg, local:Local, net:Net):
-        self.parts,self.kinds,self.lists,self.seen,self.places,self.recordings = (method, local, net),{},{},Counter(),{},{}
+        self.parts,self.kinds,self.lists,self.places,self.recordings = (method, local, net),{},{},{},{}
 
 # %% ../nbs/01_foundations/32_trace.ipynb #bca432b5
 def list_of_one(
@@ -257,7 +254,7 @@ def finished(
     in_place(gm, pairs, len(flat)-1)
     return compiled(gm),draws
 
-# %% ../nbs/01_foundations/32_trace.ipynb #7767ead0
+# %% ../nbs/01_foundations/32_trace.ipynb #d147c715
 class Bound:
     "A step and the clients it changes"
     def __init__(self,
@@ -265,9 +262,10 @@ class Bound:
         carry:tuple, # (w, optimiser state, buffers), each leaf [clients, …]; they change in place
         given:tuple, # (message, memory), each leaf [clients, …]
         streams:list, # Per client, the stream that its training draws from
+        worth:set, # Pairs of a number of clients and a size of batch: the shapes to be traced
         record=None, # `recording`, or `None` to launch one operation after the other
     ):
-        self.step,self.streams,self.clients,self.record = step,streams,len(streams),record
+        self.step,self.streams,self.clients,self.worth,self.record = step,streams,len(streams),worth,record
         self.flat,self.spec = tree_flatten((carry, given))
         self.changing = len(tree_flatten(carry)[0])
         kind = self.spec,tuple((t.shape, t.stride(), t.dtype) for t in self.flat)
@@ -278,8 +276,7 @@ class Bound:
     def __call__(self, rows:list, x:Tensor, y:Tensor, scale:float) -> Tensor: # Their losses, [rows]
         "One step of the clients `rows` (ascending) on batches x [rows, b, …] and y [rows, b]"
         n,b = y.shape
-        self.step.seen[n,b] += n
-        if n > 1 and self.step.seen[n,b] > self.step.often: return together(self, rows, x, y, scale)
+        if n > 1 and (n,b) in self.worth: return together(self, rows, x, y, scale)
         return torch.stack([alone(self, j, x[i], y[i], scale) for i,j in enumerate(rows)])
 
 # %% ../nbs/01_foundations/32_trace.ipynb #4edff8ba
@@ -292,12 +289,11 @@ def list_for(bound, n, flat, x, y):
 @lru_cache(maxsize=1024)
 def number(scale, device): return torch.tensor(scale, dtype=torch.float64, device=device)
 
-# %% ../nbs/01_foundations/32_trace.ipynb #32183015
+# %% ../nbs/01_foundations/32_trace.ipynb #cf6ed6a8
 def alone(bound, j, x, y, scale):
     "The step of client `j`, in its rows of the stack"
     flat,step = [t[j] for t in bound.flat],bound.step
-    step.seen[1,len(y)] += 1
-    if step.seen[1,len(y)] > step.often:
+    if (1,len(y)) in bound.worth:
         run,_ = list_for(bound, 1, flat, x, y)
         with bound.streams[j], torch.inference_mode(): return run(*flat, x, y, number(scale, x.device), scale)
     with bound.streams[j]: *new,loss = flat_step(*step.parts, bound.spec)(*flat, x, y, scale)

@@ -12,12 +12,11 @@ from fedbook.optim import Adam, AdamW, Cosine, SGD
 from fedbook.rounds import begin, client_view, ready, run
 from fedbook.streams import seeded
 from fedbook.tensors import flatten
-from fedbook.trace import Step
 from test_rounds import federation, fitting, mlp, Remembers, same, with_blocks
 
 @pytest.fixture(autouse=True)
 def traced_at_once_and_never_fallen_back(monkeypatch):
-    monkeypatch.setattr(Step, 'often', 0)
+    monkeypatch.setattr(engines, 'OFTEN', 0)
     with warnings.catch_warnings(): warnings.simplefilter('error', FellBack); yield
 
 @pytest.fixture
@@ -69,7 +68,7 @@ def test_traced_steps_are_one_by_one(name, module, local, engine):
 
 @pytest.mark.parametrize('often', [0, 9, 10**6])
 def test_it_does_not_matter_when_a_shape_is_traced(often, monkeypatch):
-    monkeypatch.setattr(Step, 'often', often)
+    monkeypatch.setattr(engines, 'OFTEN', often)
     fed = precise(federation(sizes=(9,9,14,3,9), per_round=5, module=mlp(bn=True, dropout=.2)))
     assert distance(run(fed)[0], run(fed, engine=stacked())[0]) < 1e-10
 
@@ -79,9 +78,50 @@ def test_processes_are_one_by_one_to_the_bit(name, workers, one_thread):
     (a,rows),(b,rows_b) = run(fed),run(fed, engine=Processes(workers))
     assert same(a, b) and rows==rows_b
 
-def test_traced_processes_are_traced_to_the_bit(one_thread):
-    fed = federation(Remembers(), module=mlp(bn=True, dropout=.3), buffers='local')
-    assert same(run(fed, engine=Traced())[0], run(fed, engine=Processes(2, Traced()))[0])
+@pytest.mark.parametrize('often', [0, 12])
+@pytest.mark.parametrize('workers', [1, 2, 3])
+def test_traced_processes_are_traced_to_the_bit(workers, often, one_thread, monkeypatch):
+    "Which shapes are traced does not hang on who has had which client before"
+    monkeypatch.setattr(engines, 'OFTEN', often)
+    fed = federation(Remembers(), sizes=(9,9,14,3,9), rounds=4, module=mlp(bn=True, dropout=.3), buffers='local')
+    assert len(engines.worth_a_trace(fed, [])) == (2 if often else 4)
+    assert same(run(fed, engine=Traced())[0], run(fed, engine=Processes(workers, Traced()))[0])
+
+class Killed(Exception): pass
+
+@pytest.mark.parametrize('engine', [Traced, stacked, lambda: Processes(2, Traced())])
+@pytest.mark.parametrize('often', [0, 12])
+def test_a_resumed_run_ends_in_the_same_bytes_in_every_engine(engine, often, tmp_path, one_thread, monkeypatch):
+    monkeypatch.setattr(engines, 'OFTEN', often)
+    whole = run(federation(sizes=(9,9,14,3,9), rounds=6, module=mlp(bn=True)), engine=engine())[0]
+    def after_three(r):
+        if r==3: raise Killed
+    with pytest.raises(Killed): run(federation(sizes=(9,9,14,3,9), rounds=6, module=mlp(bn=True)), tmp_path/'x.part', engine(), after_three)
+    assert same(whole, run(federation(sizes=(9,9,14,3,9), rounds=6, module=mlp(bn=True)), tmp_path/'x.part', engine())[0])
+
+@pytest.mark.parametrize('name', sorted(methods()))
+def test_seeds_stacked_together_are_seeds_apart(name):
+    "Each with weights, draws and clients of its own; one is a round ahead and ends before the others"
+    from fedbook.rounds import abreast, course
+    feds = [federation(fitting(name), rounds=3 if s else 2, seed=s, module=mlp(bn=True, dropout=.3, blocks=True)) for s in range(3)]
+    feds = [precise(replace(f, net=Net(mlp(bn=True, dropout=.3, blocks=True)))) for f in feds]
+    for s,f in enumerate(feds):
+        f.data.x = feds[0].data.x
+        for p in f.net.module.parameters(): p.data.mul_(1-.2*s)
+    seen,engine = [],stacked()
+    def answer(asked): seen.append(len(asked)); return engine.together(asked)
+    for f,(state,rows) in zip(feds, abreast([course(f) for f in feds], answer)):
+        alone,rows_a = run(f)
+        assert distance(state, alone) < 1e-8 and [r[:3] for r in rows]==[r[:3] for r in rows_a]
+    assert seen==[3, 3, 2]
+
+def test_runs_on_different_samples_are_not_stacked():
+    from fedbook.rounds import abreast, course
+    feds = [precise(federation(seed=s)) for s in range(2)]
+    feds[1].data.x = -feds[1].data.x
+    ends = abreast([course(f) for f in feds], stacked().together)
+    assert all(distance(end, run(f)[0]) < 1e-10 for f,(end,_) in zip(feds, ends))
+
 
 @pytest.mark.parametrize('engine', [Traced, stacked, lambda: Processes(2)])
 @pytest.mark.parametrize('buffers', ['average','local','drop'])
@@ -164,15 +204,15 @@ def test_groups_of_a_timetable():
 
 def test_memory_that_runs_out_halves_the_stack(monkeypatch):
     train,sizes = engines.train,[]
-    def small(fed, cs, record):
-        sizes.append(len(cs))
-        if len(cs) > 2: raise torch.OutOfMemoryError('CUDA out of memory')
-        return train(fed, cs)
+    def small(pairs, record):
+        sizes.append(len(pairs))
+        if len(pairs) > 2: raise torch.OutOfMemoryError('CUDA out of memory')
+        return train(pairs)
     monkeypatch.setattr(engines, 'train', small)
     fed = precise(federation(sizes=(5,6,7,8,9), per_round=5))
     with pytest.warns(FellBack, match='going on with 2') as said: b = run(fed, engine=stacked())[0]
     assert distance(run(fed)[0], b) < 1e-10 and sizes==[5] + [2,2,1]*3 and len(said)==1
-    monkeypatch.setattr(engines, 'train', lambda fed, cs, record: (_ for _ in ()).throw(MemoryError()))
+    monkeypatch.setattr(engines, 'train', lambda pairs, record: (_ for _ in ()).throw(MemoryError()))
     with pytest.raises(MemoryError): run(fed, engine=Traced())
 
 @dataclass(frozen=True)
@@ -330,7 +370,7 @@ def test_workers_end_when_their_parent_is_killed():
 
 def test_a_stack_is_no_larger_than_the_cache(monkeypatch):
     train,sizes = engines.train,[]
-    monkeypatch.setattr(engines, 'train', lambda fed, cs, record: sizes.append(len(cs)) or train(fed, cs))
+    monkeypatch.setattr(engines, 'train', lambda pairs, record: sizes.append(len(pairs)) or train(pairs))
     fed = precise(federation(sizes=(5,6,7,8,9), per_round=5, rounds=1))
     bytes_ = 8*sum(w.numel() for w in fed.net.weights().values())
     for cache,expected in ((2*bytes_, [2,2,1]), (bytes_//2, [1]*5), (9*bytes_, [5])):

@@ -2,14 +2,14 @@
 from dataclasses import dataclass, replace
 import json
 import numpy as np, pytest, torch
-from fedbook import experiments as E
+from fedbook import engines, experiments as E
 from fedbook.data import Dataset
 from fedbook.errors import Refused
 from fedbook.experiments import Case, federation, run_cases, Setting
 from fedbook.method import FedAvg, METHODS
 from fedbook.models import Net
 from fedbook.results import read
-from fedbook.rounds import begin, FederatedData, run
+from fedbook.rounds import begin, course, FederatedData, run
 from fedbook.streams import stream
 
 SMALL = dict(data='fashion_mnist_mini', partition=dict(name='dirichlet', n_clients=10, alpha=.5), protocol=dict(rounds=2, per_round=3))
@@ -92,28 +92,39 @@ def test_finished_runs_are_kept(tmp_path, monkeypatch):
     first = run_cases(cases[:1], [0, 1], tmp_path, **ABOUT)
     before = (tmp_path/'rows.jsonl').read_bytes()
     ran = []
-    monkeypatch.setattr(E, 'run_case', lambda case, seed, *a, f=E.run_case, **k: ran.append((case.cell['alpha'], seed)) or f(case, seed, *a, **k))
+    monkeypatch.setattr(E, 'run_case', lambda case, seeds, *a, f=E.run_case, **k: ran.append((case.cell['alpha'], seeds)) or f(case, seeds, *a, **k))
     both = run_cases(cases, [0, 1], tmp_path, **ABOUT)
-    assert ran==[(1., 0), (1., 1)] and (tmp_path/'rows.jsonl').read_bytes().startswith(before)
+    assert ran==[(1., [0]), (1., [1])] and (tmp_path/'rows.jsonl').read_bytes().startswith(before)
     assert [(r['cell']['alpha'], r['seed']) for r in both]==[(.1, 0), (1., 0), (.1, 1), (1., 1)] and both[0]==first[0]
     told = json.loads((tmp_path/'progress.json').read_text())
     assert told.pop('expected') > 0 and told==dict(done=4, total=4, left=0., todo=2)
 
 def test_a_run_goes_on_at_the_round_where_it_was_killed(tmp_path, monkeypatch):
-    case,rounds = Case({}, Setting(**SMALL | dict(protocol=dict(rounds=4, per_round=3)))),[]
+    case,rounds = Case({}, Setting(**SMALL | dict(protocol=dict(rounds=4, per_round=3), method=dict(name='moon')))),[]
     whole = run_cases([case], [0], tmp_path/'whole', **ABOUT)[0]
     class Killed(Exception): pass
-    def watched(last, f=E.run):
+    def watched(last, f=E.course):
         def on_round(r):
             rounds.append(r)
             if r==last: raise Killed
-        return lambda fed, checkpoint, engine: f(fed, checkpoint, engine, on_round=on_round)
-    monkeypatch.setattr(E, 'run', watched(3))
+        return lambda fed, checkpoint: f(fed, checkpoint, on_round)
+    monkeypatch.setattr(E, 'course', watched(3)); monkeypatch.setattr('fedbook.memory.IN_RAM', 0)
     with pytest.raises(Killed): run_cases([case], [0], tmp_path, **ABOUT)
-    assert not (tmp_path/'rows.jsonl').exists()
-    monkeypatch.setattr(E, 'run', watched(None, run))
+    assert not (tmp_path/'rows.jsonl').exists() and list(tmp_path.glob('.*.memory/*'))
+    monkeypatch.setattr(E, 'course', watched(None, course))
     assert run_cases([case], [0], tmp_path, **ABOUT)[0]['rows']==whole['rows']
-    assert rounds==[1, 2, 3, 4] and not list(tmp_path.glob('*.part'))
+    assert rounds==[1, 2, 3, 4] and not list(tmp_path.glob('.*.part')) and not list(tmp_path.glob('.*.memory'))
+
+@pytest.mark.parametrize('engine,groups', [('stacked', [[0, 1, 2]]), ('traced', [[0], [1], [2]])])
+def test_seeds_go_side_by_side_where_clients_are_stacked(tmp_path, monkeypatch, engine, groups):
+    case,ran,sizes = Case({}, Setting(**SMALL)),[],[]
+    apart = [run_cases([case], [s], tmp_path/f'{s}', engine='one_by_one', **ABOUT)[0] for s in range(3)]
+    monkeypatch.setattr(E, 'run_case', lambda case, seeds, *a, f=E.run_case, **k: ran.append(seeds) or f(case, seeds, *a, **k))
+    monkeypatch.setattr(engines, 'train', lambda pairs, record, f=engines.train: sizes.append(len(pairs)) or f(pairs, record))
+    for a,b in zip(apart, run_cases([case], [0, 1, 2], tmp_path, engine=engine, **ABOUT), strict=True):
+        assert a['seed']==b['seed'] and a['fingerprint']==b['fingerprint'] and [r[:3] for r in a['rows']]==[r[:3] for r in b['rows']]
+        assert np.allclose([r[3] for r in a['rows'] if 'loss' in r[2]], [r[3] for r in b['rows'] if 'loss' in r[2]], rtol=1e-4)
+    assert ran==groups and set(sizes)=={case.setting.protocol['per_round']*3 if engine=='stacked' else 1}
 
 def test_a_changed_formula_is_another_run():
     source = 'def f(x):\n    "Twice"\n    return 2*x # a comment'
@@ -142,16 +153,17 @@ def test_the_estimate_asks_each_method_for_its_step_and_counts_what_is_scored(mo
     monkeypatch.setattr(E, 'choice', lambda fed: ('one_by_one', seconds[type(fed.method).__name__])); monkeypatch.setattr(E, 'timed', lambda f: 0.)
     avg,ala = (Case({}, Setting(**SMALL | dict(method=dict(name=m), personal=True))) for m in ('fedavg','fedala'))
     n = E.local_steps(federation(avg.setting))
-    assert E.estimate([(avg, 0), (avg, 1), (ala, 0)])==pytest.approx(n*12)
+    def cost(*todo): return sum(seconds for _,seconds in E.outlook(todo))
+    assert cost((avg, 0), (avg, 1), (ala, 0))==pytest.approx(n*12)
     monkeypatch.setattr(E, 'timed', lambda f: 1.); monkeypatch.setattr(E, 'local_steps', lambda fed: 0)
     p,d = federation(avg.setting).protocol,federation(avg.setting).data
     scored = p.rounds + p.rounds//p.evaluate_every
-    assert E.estimate([(avg, 0)])==pytest.approx(scored) and E.estimate([(ala, 0)])==pytest.approx(scored + sum(map(len, d.test_clients))/len(d.test[1]))
+    assert cost((avg, 0))==pytest.approx(scored) and cost((ala, 0))==pytest.approx(scored + sum(map(len, d.test_clients))/len(d.test[1]))
 
 @pytest.mark.parametrize('bad', [dict(data='fashion_mini'), dict(model=dict(name='sofmax')), dict(partition=dict(name='dirichlet', n_clients=10, alpha=0)),
     dict(partition=dict(name='dirichlet', n_clients=10, alfa=1)), dict(partition=dict(name='iid', n_clients=10**6)), dict(method=dict(name='fedprox', mu=-1)),
     dict(local=dict(epoch=1)), dict(local=dict(schedule=dict(name='cosine', period=0))), dict(protocol=dict(round=3)), dict(protocol=dict(per_round=11)), dict(input=dict(sise=3))])
 def test_refusals_come_before_any_work(bad, monkeypatch, tmp_path):
-    monkeypatch.setattr(E, 'run', lambda *a, **k: pytest.fail('work was begun'))
+    monkeypatch.setattr(E, 'course', lambda *a, **k: pytest.fail('work was begun'))
     with pytest.raises(Refused) as e: run_cases([Case({}, Setting(**SMALL)), Case({}, Setting(**SMALL | bad))], [0], tmp_path, **ABOUT)
     assert len(str(e.value).splitlines())==1 and not (tmp_path/'rows.jsonl').exists()

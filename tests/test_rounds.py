@@ -106,10 +106,9 @@ METHODS.pop('remembers')
 
 class Killed(Exception): pass
 
-@pytest.mark.parametrize('m', [FedAvg(), Remembers()])
-@pytest.mark.parametrize('buffers', ['average','local','drop'])
-def test_a_resumed_run_equals_an_unbroken_one(tmp_path, m, buffers):
-    fed = federation(m, rounds=5, module=mlp(bn=True), buffers=buffers)
+@pytest.mark.parametrize('name,buffers', [*((n, b) for n in ('fedavg','remembers') for b in ('average','local','drop')), *((n, 'average') for n in sorted(methods()) if n!='fedavg')])
+def test_a_resumed_run_equals_an_unbroken_one(tmp_path, name, buffers):
+    fed = federation(Remembers() if name=='remembers' else fitting(name), rounds=5, module=mlp(bn=True, blocks=True), buffers=buffers)
     whole = run(fed)
     def killed_after_two(r):
         if r==2: raise Killed

@@ -3,13 +3,14 @@ from dataclasses import dataclass
 import pytest, torch
 from torch import nn
 from torch.utils._pytree import tree_flatten
+from fedbook import engines
 from fedbook.engines import FellBack, stacked, Traced
 from fedbook.method import FedAvg, Local, METHODS
 from fedbook.models import build, Net
 from fedbook.optim import Adam, SGD
 from fedbook.rounds import run
 from fedbook.streams import seeded
-from fedbook.trace import flat_step, in_place, pool_first, simplify, Step, trace
+from fedbook.trace import flat_step, in_place, pool_first, simplify, trace
 from test_engines import distance, precise
 from test_rounds import federation, same
 
@@ -17,7 +18,7 @@ ONE = torch.tensor(1., dtype=torch.float64)
 
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch):
-    monkeypatch.setattr(Step, 'often', 0)
+    monkeypatch.setattr(engines, 'OFTEN', 0)
 
 def step_of(net, local=Local()):
     w = net.weights()
