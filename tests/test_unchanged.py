@@ -1,0 +1,61 @@
+"Older code is as good as new only if both compute the same bytes."
+import json, shutil
+from pathlib import Path
+import pytest
+import fedbook.experiments as E
+from fedbook.errors import Refused
+from fedbook.experiments import Case, code_fingerprint, run_cases, Setting
+from fedbook.unchanged import answers, compare, note, samples, shortened
+
+ROOT = Path(__file__).resolve().parents[1]
+ABOUT = dict(paper='000', table='a table', profile='laptop', stand_in={})
+CASES = [Case(dict(m=m), Setting('fashion_mnist_mini', method=dict(name=m), protocol=dict(rounds=3, per_round=3))) for m in ('fedavg','fedprox')]
+
+def older(folder):
+    "A checkout of its own"
+    shutil.copytree(ROOT/'fedbook', folder/'fedbook', ignore=shutil.ignore_patterns('__pycache__'))
+    return folder
+
+def rewritten(checkout, file, now, before):
+    "One piece of code is different"
+    path = checkout/'fedbook'/file
+    text = path.read_text(); assert text.count(now)==1
+    path.write_text(text.replace(now, before))
+    return checkout
+
+SAME = ('rounds.py', 'server = fed.method.merge(state[\'server\'], [a[\'message\'] for a in replies], weights)', 'messages = [a[\'message\'] for a in replies]; server = fed.method.merge(state[\'server\'], messages, weights)')
+OTHER = ('methods/fedprox.py', 'self.mu/2', '1.001*self.mu/2')
+
+def test_what_computes_the_same_is_not_run_again_and_what_does_not_is(tmp_path, monkeypatch):
+    monkeypatch.setattr(E, 'UNCHANGED', tmp_path/'unchanged.json'); (tmp_path/'unchanged.json').write_text('{}')
+    old = rewritten(older(tmp_path/'a'), *SAME); rewritten(old, *OTHER)
+    codes = dict(zip(('fedavg','fedprox'), map(json.loads, answers(old, ['fedavg','fedprox']))))
+    assert all(codes[m]!=code_fingerprint(m) for m in codes)
+    figures = tmp_path/'figures'; monkeypatch.setenv('FEDBOOK_FIGURES', str(figures))
+    with monkeypatch.context() as m:
+        m.setattr(E, 'code_fingerprint', codes.get)
+        first = run_cases(CASES, [0], figures/'000'/'x'/'laptop', **ABOUT)
+    said = []
+    assert note(old, said.append)=={codes['fedavg']: code_fingerprint('fedavg')}
+    assert [s.split(maxsplit=1) for s in said]==[['fedavg', '1 of 1 settings equal'], ['fedprox', '0 of 1 settings equal']]
+    ran = []
+    monkeypatch.setattr(E, 'run_case', lambda case, *a, f=E.run_case, **k: ran.append(case.cell['m']) or f(case, *a, **k))
+    again = run_cases(CASES, [0], figures/'000'/'x'/'laptop', **ABOUT)
+    assert ran==['fedprox'] and again[0]==first[0] and again[1]['code']!=first[1]['code']
+
+def test_partitions_count_by_name_and_rows_of_other_code_do_not():
+    def row(code, alpha, **method): return dict(method='fedavg', code=code, setting=dict(data='mnist', method=dict(name='fedavg', **method), protocol=dict(rounds=9), local={}, partition=dict(name='dirichlet', alpha=alpha)))
+    found = samples([row('a', .1), row('a', 1.), row('a', 1., x=2), row('b', .1, x=3)], dict(fedavg='a'))
+    assert len(found)==2 and all(s['protocol']['rounds']==2 and s['protocol']['per_round']==2 and s['local']['epochs']==1 for s in found)
+
+def test_what_is_as_good_is_found_through_several_changes():
+    assert E.as_good('c', dict(a='b', b='c', x='y'))==['c','b','a'] and E.as_good('a', dict(a='b'))==['a'] and E.as_good('a', dict(a='b', b='a'))==['a','b']
+
+def test_what_is_no_checkout_is_refused(tmp_path):
+    with pytest.raises(Refused, match='is no checkout of fedbook'): compare(tmp_path, [dict(method='fedavg')])
+    broken = rewritten(older(tmp_path/'a'), 'rounds.py', 'import json\n', 'import jsom\n')
+    with pytest.raises(Refused, match="cannot be run: ModuleNotFoundError: No module named 'jsom'"): answers(broken, ['fedavg'])
+
+def test_what_is_noted_is_code_that_was():
+    noted = json.loads((ROOT/'fedbook'/'assets'/'unchanged.json').read_text())
+    assert all(len(k)==len(v)==16 and int(k, 16) and int(v, 16) and k!=v for k,v in noted.items())
