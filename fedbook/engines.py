@@ -165,7 +165,7 @@ class FellBack(UserWarning): "An engine goes on in another way"
 
 def out_of_memory(e:Exception) -> bool: return isinstance(e, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in str(e)
 
-# %% ../nbs/01_foundations/34_engines.ipynb #2f487a54
+# %% ../nbs/01_foundations/34_engines.ipynb #89ce2056
 @dataclass
 class Traced:
     "An engine of traced local steps, `at_once` clients at a time; equal to one by one up to rounding"
@@ -180,7 +180,7 @@ class Traced:
         if any(f.data.x is not asked[0][0].data.x for f,*_ in asked): return [self(*a) for a in asked] # samples are picked from one tensor
         (fed,state,*_),todo,replies = asked[0],[(f, s, i, r) for f,s,ids,r in asked for i in ids],[]
         each = sum(t.nbytes for t in flatten(state['server']['w']).values())
-        most = min(self.at_once, max(1, CACHE//each)) if fed.data.x.device.type=='cpu' else self.at_once
+        most = max(1, CACHE//each) if fed.data.x.device.type=='cpu' else len(todo)
         while len(replies) < len(todo) and not self.obstacle:
             some = todo[len(replies):len(replies)+min(self.at_once, most)]
             try: replies += train([(q[0], client_view(*q)) for q in some], self.record)
