@@ -376,3 +376,13 @@ def test_a_stack_is_no_larger_than_the_cache(monkeypatch):
     for cache,expected in ((2*bytes_, [2,2,1]), (bytes_//2, [1]*5), (9*bytes_, [5])):
         monkeypatch.setattr(engines, 'CACHE', cache); sizes.clear()
         assert distance(run(fed)[0], run(fed, engine=stacked())[0]) < 1e-10 and sizes==expected
+
+def test_seeds_with_large_weights_go_apart_on_a_processor(monkeypatch):
+    from fedbook.rounds import abreast, course
+    feds,sizes = [replace(federation(), seed=s) for s in range(2)],[]
+    for f in feds: f.data = feds[0].data
+    monkeypatch.setattr(engines, 'train', lambda pairs, record, f=engines.train: sizes.append(len(pairs)) or f(pairs, record))
+    abreast([course(f) for f in feds], stacked().together)
+    monkeypatch.setattr(engines, 'SEVERAL', 0)
+    abreast([course(f) for f in feds], stacked().together)
+    assert sizes==[6]*3 + [3]*6
