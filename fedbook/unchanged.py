@@ -56,7 +56,7 @@ def samples(
     kinds = {json.dumps({**shortened(s), 'partition': s['partition']['name']}, sort_keys=True): shortened(s) for s in mine}
     return list(kinds.values())
 
-# %% ../nbs/01_foundations/52_unchanged.ipynb #c5bff48f
+# %% ../nbs/01_foundations/52_unchanged.ipynb #4eda69fc
 def compare(
     checkout:Path, # With the older code
     records:list[dict], # Rows of results
@@ -65,7 +65,7 @@ def compare(
     "Run what both codes can run, and see where they are equal to the bit"
     names,here = sorted({r['method'] for r in records}),Path(experiments.__file__).parents[1]
     old,new = (dict(zip(names, map(json.loads, answers(p, names)))) for p in (checkout, here))
-    asked,equal = samples(records, old),{}
+    asked,equal = samples(records, {n: code for n,code in old.items() if code!=new[n]}),{}
     pairs = list(zip(*(answers(p, asked) for p in (checkout, here)), asked, strict=True)) if asked else []
     for n in names:
         mine = [a==b for a,b,s in pairs if s['method']['name']==n]

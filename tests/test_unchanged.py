@@ -43,6 +43,13 @@ def test_what_computes_the_same_is_not_run_again_and_what_does_not_is(tmp_path, 
     again = run_cases(CASES, [0], figures/'000'/'x'/'laptop', **ABOUT)
     assert ran==['fedprox'] and again[0]==first[0] and again[1]['code']!=first[1]['code']
 
+def test_code_that_is_the_same_is_not_run(monkeypatch):
+    import fedbook.unchanged as U
+    asked,said = [],[]
+    monkeypatch.setattr(U, 'answers', lambda p, a, f=U.answers: asked.append(a) or f(p, a))
+    row = dict(method='fedavg', code=code_fingerprint('fedavg'), setting=CASES[0].setting.settings())
+    assert compare(ROOT, [row], said.append)=={} and asked==[['fedavg'], ['fedavg']] and said==['fedavg           the code is the same']
+
 def test_partitions_count_by_name_and_rows_of_other_code_do_not():
     def row(code, alpha, **method): return dict(method='fedavg', code=code, setting=dict(data='mnist', method=dict(name='fedavg', **method), protocol=dict(rounds=9), local={}, partition=dict(name='dirichlet', alpha=alpha)))
     found = samples([row('a', .1), row('a', 1.), row('a', 1., x=2), row('b', .1, x=3)], dict(fedavg='a'))
