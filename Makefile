@@ -19,7 +19,7 @@ test: export TQDM_DISABLE = 1
 test: export OMP_NUM_THREADS = 1
 test: env
 	nbdev_test --n_workers 2
-	env -u FEDBOOK_FIGURES python -m pytest
+	env -u FEDBOOK_FIGURES python -m pytest -n 2 --dist worksteal
 
 bench: env
 	mkdir -p $(TMP) figures/scale/speed
