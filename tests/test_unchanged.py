@@ -55,12 +55,17 @@ def test_partitions_count_by_name_and_rows_of_other_code_do_not():
     found = samples([row('a', .1), row('a', 1.), row('a', 1., x=2), row('b', .1, x=3)], dict(fedavg='a'))
     assert len(found)==2 and all(s['protocol']['rounds']==2 and s['protocol']['per_round']==2 and s['local']['epochs']==1 for s in found)
 
+def test_rows_of_code_that_is_as_good_as_the_older_count(tmp_path, monkeypatch):
+    monkeypatch.setattr(E, 'UNCHANGED', tmp_path/'unchanged.json'); E.UNCHANGED.write_text('{"a": "b", "x": "y"}')
+    rows = [dict(method='fedavg', code=c, setting=dict(data=c, method=dict(name='fedavg'), protocol={}, local={}, partition=dict(name='iid'))) for c in 'abx']
+    assert [s['data'] for s in samples(rows, dict(fedavg='b'))]==['a','b']
+
 def test_what_is_as_good_is_found_through_several_changes():
     assert E.as_good('c', dict(a='b', b='c', x='y'))==['c','b','a'] and E.as_good('a', dict(a='b'))==['a'] and E.as_good('a', dict(a='b', b='a'))==['a','b']
 
 def test_what_is_no_checkout_is_refused(tmp_path):
     with pytest.raises(Refused, match='is no checkout of fedbook'): compare(tmp_path, [dict(method='fedavg')])
-    broken = rewritten(older(tmp_path/'a'), 'rounds.py', 'import json\n', 'import jsom\n')
+    broken = rewritten(older(tmp_path/'a'), 'rounds.py', 'import json, warnings\n', 'import jsom, warnings\n')
     with pytest.raises(Refused, match="cannot be run: ModuleNotFoundError: No module named 'jsom'"): answers(broken, ['fedavg'])
 
 def test_what_is_noted_is_code_that_was():
