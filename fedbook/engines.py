@@ -4,47 +4,49 @@
 
 # %% auto #0
 __all__ = ['OFTEN', 'CACHE', 'SEVERAL', 'NO_GPU', 'ONLY_GPU', 'TEAMS', 'ENGINES', 'BUDGET', 'SHORT', 'LONG', 'CHOICES', 'Group',
-           'timetable', 'parcels', 'steps', 'augmented', 'side_by_side', 'train', 'worth_a_trace', 'common', 'apart',
-           'local_step_of', 'replies_of', 'kept', 'follow', 'FellBack', 'out_of_memory', 'Traced', 'give_up', 'halve',
-           'stacked', 'graphs', 'cores', 'Processes', 'team_of', 'disband', 'engine', 'used', 'possible', 'trial',
-           'round_seconds', 'measure', 'local_steps', 'kind', 'choice']
+           'timetable', 'parcels', 'steps', 'augmented', 'side_by_side', 'alike', 'train', 'worth_a_trace', 'common',
+           'apart', 'local_step_of', 'replies_of', 'kept', 'follow', 'FellBack', 'out_of_memory', 'Traced', 'give_up',
+           'halve', 'stacked', 'graphs', 'cores', 'Processes', 'team_of', 'disband', 'engine', 'used', 'possible',
+           'trial', 'round_seconds', 'measure', 'local_steps', 'kind', 'choice']
 
-# %% ../nbs/01_foundations/34_engines.ipynb #66f15fc8
+# %% ../nbs/01_foundations/34_engines.ipynb #512760d2
 from collections import Counter
 from dataclasses import dataclass, replace
+from itertools import groupby
 import json, os, platform, time, warnings, weakref
 import numpy as np, torch
 from .errors import choose, Refused, require
 from .files import data_dir, fingerprint, writing
-from .method import Client, cuts, FedAvg, Local, plan
+from .method import Client, cuts, FedAvg, Local, orders
 from .models import Net
 from .rounds import AT_ONCE, begin, begin_client, client_view, draws, end_client, FederatedData, Federation, one_by_one, ready, sample_bytes
 from .tensors import channels_last, clone, flatten, leaves
-from .trace import Bound, bring_back, recording, Step
+from .trace import Bound, bring_back, ready_to_trace, recording, Step
 from .workers import Team
 
-# %% ../nbs/01_foundations/34_engines.ipynb #2b321872
+# %% ../nbs/01_foundations/34_engines.ipynb #7ee910a6
 @dataclass
 class Group:
     "Clients that take a step together"
     scale: float # Of the learning rate
     rows: list # Their places in the stack
-    samples: list # For each, positions of its batch in the training samples (NumPy, [b])
+    samples: np.ndarray # For each, positions of its batch in the training samples, [rows, b]
 
-# %% ../nbs/01_foundations/34_engines.ipynb #dac96d68
+# %% ../nbs/01_foundations/34_engines.ipynb #73f42732
 def timetable(
     cs:list, # The clients, those with most steps first
 ) -> list[Group]: # In the order of time
     "All steps of all clients in a round"
     groups = {}
-    for j,c in enumerate(cs):
-        own = c.own.cpu().numpy()
-        for t,(i,scale) in enumerate(plan(c)):
-            g = groups.setdefault((t, -len(i), scale), ([], []))
-            g[0].append(j); g[1].append(own[i])
-    return [Group(k[-1], *groups[k]) for k in sorted(groups)]
+    for n,rows in groupby(range(len(cs)), lambda j: len(cs[j].own)):
+        rows = list(rows); one = cs[rows[0]]
+        every = np.stack([cs[j].own.cpu().numpy()[orders(cs[j])] for j in rows])
+        for t,(e,a,z,scale) in enumerate(cuts(n, one.local, one.round, bool(one.buffers))):
+            g = groups.setdefault((t, a-z, scale), ([], []))
+            g[0].extend(rows); g[1].append(every[:,e,a:z])
+    return [Group(k[-1], rows, np.concatenate(samples)) for k,(rows,samples) in sorted(groups.items())]
 
-# %% ../nbs/01_foundations/34_engines.ipynb #a08184c8
+# %% ../nbs/01_foundations/34_engines.ipynb #ce93049b
 def parcels(
     groups:list[Group], # The steps
     most:int, # Samples
@@ -52,12 +54,12 @@ def parcels(
     "Consecutive steps with at most `most` samples together, and at least one"
     parcel,n = [],0
     for g in groups:
-        size = sum(map(len, g.samples))
+        size = g.samples.size
         if parcel and n+size > most: yield parcel; parcel,n = [],0
         parcel.append(g); n += size
     if parcel: yield parcel
 
-# %% ../nbs/01_foundations/34_engines.ipynb #e5ff791a
+# %% ../nbs/01_foundations/34_engines.ipynb #60ac313c
 def steps(
     d:FederatedData, # What the clients hold
     groups:list[Group], # In the order of time
@@ -65,25 +67,30 @@ def steps(
 ): # Yields (rows, x [rows, b, …], y [rows, b], scale)
     "The batches of all steps, ready for the network"
     for parcel in parcels(groups, AT_ONCE//sample_bytes(d)):
-        every = torch.from_numpy(np.concatenate([s for g in parcel for s in g.samples])).to(d.x.device)
+        every = torch.from_numpy(np.concatenate([g.samples.ravel() for g in parcel])).to(d.x.device)
         x,y = d.x.index_select(0, every),d.y.index_select(0, every)
         if not d.augment: x = channels_last(d.prepare(x))
-        sizes = [len(g.rows)*len(g.samples[0]) for g in parcel]
+        sizes = [g.samples.size for g in parcel]
         for g,xs,ys in zip(parcel, x.split(sizes), y.split(sizes)):
-            if d.augment: xs = channels_last(d.prepare(torch.cat([augmented(d, b, streams[j]) for j,b in zip(g.rows, xs.split(len(g.samples[0])))])))
-            yield g.rows, xs.view(len(g.rows), -1, *xs.shape[1:]), ys.view(len(g.rows), -1), g.scale
+            if d.augment: xs = channels_last(d.prepare(torch.cat([augmented(d, b, streams[j]) for j,b in zip(g.rows, xs.split(g.samples.shape[1]))])))
+            yield g.rows, xs.view(*g.samples.shape, *xs.shape[1:]), ys.view(g.samples.shape), g.scale
 
 # %% ../nbs/01_foundations/34_engines.ipynb #4183ffac
 def augmented(d, x, stream):
     with stream: return d.augment(x)
 
-# %% ../nbs/01_foundations/34_engines.ipynb #407c9cc2
+# %% ../nbs/01_foundations/34_engines.ipynb #1b653839
 def side_by_side(
     trees:list[dict], # Alike
 ) -> dict: # Each leaf [trees, …]; not to be changed in place
     "Trees of many clients as one; raises `ValueError` where they are not alike"
-    if any(flatten(t).keys()!=flatten(trees[0]).keys() for t in trees[1:]): raise ValueError('its clients have received or remember different things')
+    if not alike(trees): raise ValueError('its clients have received or remember different things')
     return leaves(lambda *ts: ts[0].expand(len(ts), *ts[0].shape) if all(t is ts[0] for t in ts) else torch.stack(ts), *trees)
+
+def alike(trees:list[dict]) -> bool:
+    "Have they the same names?"
+    first,*rest = trees
+    return all(t.keys()==first.keys() for t in rest) and all(alike([t[k] for t in trees]) for k,v in first.items() if isinstance(v, dict))
 
 # %% ../nbs/01_foundations/34_engines.ipynb #78be95b2
 def train(
@@ -102,13 +109,13 @@ def train(
     replies = replies_of(pairs, carry, losses)
     return [replies[order.index(j)] for j in range(len(cs))]
 
-# %% ../nbs/01_foundations/34_engines.ipynb #048cfd72
+# %% ../nbs/01_foundations/34_engines.ipynb #5b59180f
 OFTEN = 50 # Steps of a client
 
 def worth_a_trace(fed:Federation, groups:list[Group]) -> set: # Of (clients, size of batch)
     "The shapes of steps that are traced in a round"
     often,now = {b for b,n in common(fed).items() if n > OFTEN},Counter()
-    for g in groups: now[len(g.rows), len(g.samples[0])] += len(g.rows)
+    for g in groups: now[g.samples.shape] += len(g.rows)
     return {(1,b) for b in often} | {(n,b) for (n,b),times in now.items() if b in often and times*fed.protocol.rounds > 20*OFTEN}
 
 # %% ../nbs/01_foundations/34_engines.ipynb #37b513f7
@@ -134,11 +141,12 @@ def local_step_of(method:FedAvg, local:Local, net:Net) -> Step:
     if (method, local) not in steps: steps[method,local] = Step(method, local, net)
     return steps[method,local]
 
-# %% ../nbs/01_foundations/34_engines.ipynb #a30d9fc2
+# %% ../nbs/01_foundations/34_engines.ipynb #b3acf61c
 def replies_of(pairs, carry, losses):
     "What remains of a round for each stacked client"
     w,_,buffers = (apart(tree, len(pairs)) for tree in carry)
-    replies = [end_client(fed, replace(c, buffers=b), v, loss) for (fed,c),b,v,loss in zip(pairs, buffers, w, losses)]
+    for (_,c),b in zip(pairs, buffers): c.buffers = b
+    replies = [end_client(fed, c, v, loss) for (fed,c),v,loss in zip(pairs, w, losses)]
     for a in replies: a.update(memory=kept(a['memory']), buffers=kept(a['buffers']))
     return replies
 
@@ -146,17 +154,13 @@ def kept(tree:dict) -> dict:
     "What outlives the round, in memory of its own: a view would hold the whole stack"
     return leaves(lambda t: t.clone() if t._base is not None else t, tree)
 
-# %% ../nbs/01_foundations/34_engines.ipynb #5f2d4e23
+# %% ../nbs/01_foundations/34_engines.ipynb #813789e9
 def follow(fed, bound, groups, streams):
     "Take the steps of a timetable and bring the stack back; the mean loss of each client"
-    total,n = torch.zeros(len(streams), device=fed.data.x.device),np.zeros(len(streams))
-    for rows,x,y,scale in steps(fed.data, groups, streams):
-        loss = bound(rows, x, y, scale)
-        if len(rows)==len(streams): total += loss
-        else: total[rows] += loss
-        n[rows] += 1
+    losses = [bound(*step) for step in steps(fed.data, groups, streams)]
     bring_back(bound)
-    return (total.cpu().double().numpy()/n).tolist()
+    rows = np.concatenate([g.rows for g in groups])
+    return (np.bincount(rows, torch.cat(losses).cpu().double().numpy())/np.bincount(rows)).tolist()
 
 # %% ../nbs/01_foundations/34_engines.ipynb #f298e1c8
 CACHE = 2**25 # Bytes of stacked weights on a processor
@@ -232,7 +236,7 @@ class Processes:
         replies = dict(zip(longest, team.map((dict(state, **own), r), longest)))
         return [replies[i] for i in ids]
 
-# %% ../nbs/01_foundations/34_engines.ipynb #b0d04a3c
+# %% ../nbs/01_foundations/34_engines.ipynb #94768272
 TEAMS = {} # By the run's identity, number of workers and engine
 
 def team_of(fed, workers, engine) -> Team:
@@ -240,6 +244,7 @@ def team_of(fed, workers, engine) -> Team:
     key = id(fed),workers,id(engine)
     if key not in TEAMS or not TEAMS[key].workers:
         run = weakref.ref(fed)
+        if isinstance(engine, Traced): ready_to_trace()
         TEAMS[key] = Team(lambda shared, i: engine(run(), shared[0], [i], shared[1])[0], workers)
         weakref.finalize(fed, disband, key)
     return TEAMS[key]
@@ -305,14 +310,14 @@ def round_seconds(
     engine(fed, state, ids, 0); start = time.perf_counter(); engine(fed, state, ids, 0)
     return time.perf_counter()-start
 
-# %% ../nbs/01_foundations/34_engines.ipynb #86b1fa1e
+# %% ../nbs/01_foundations/34_engines.ipynb #7ccc1790
 def measure(
     fed:Federation, # The run
 ) -> dict[str, float]: # Seconds per local step, for every engine that was tried
     "Try engines on a few steps"
     fed,start = ready(fed),time.perf_counter()
     one = trial(fed, 1)
-    step = round_seconds(one_by_one, one)/len(plan(client_view(one, begin(one), 0, 0)))
+    step = round_seconds(one_by_one, one)/len(cuts(len(one.data.clients[0]), one.local, 0, bool(one.net.buffers())))
     if step > LONG or step*local_steps(fed) < SHORT: return dict(one_by_one=step)
     small,times = trial(fed),dict(one_by_one=step)
     steps = local_steps(small)/small.protocol.rounds

@@ -1,6 +1,7 @@
 "Every engine gives what the reference gives, for every method there is."
 from dataclasses import dataclass, replace
-import os, warnings
+import os, subprocess, sys, warnings
+from pathlib import Path
 import numpy as np, pytest, torch
 from torch import nn
 from fedbook import engines
@@ -200,7 +201,7 @@ def test_groups_of_a_timetable():
     for j,c in enumerate(cs):
         own = np.concatenate([g.samples[g.rows.index(j)] for g in groups if j in g.rows])
         assert sorted(own)==sorted(2*list(c.own.numpy()))
-    assert all(g.rows==sorted(g.rows) and len({len(s) for s in g.samples})==1 for g in groups) and len(groups) < 20
+    assert all(g.rows==sorted(g.rows) and len(g.rows)==len(g.samples) for g in groups) and len(groups) < 20
 
 def test_memory_that_runs_out_halves_the_stack(monkeypatch):
     train,sizes = engines.train,[]
@@ -241,6 +242,16 @@ def test_no_worker_outlives_its_run(one_thread):
     assert len(pids) >= 2
     del fed
     assert not any(os.path.exists(f'/proc/{p}') for p in pids) and not engines.TEAMS
+
+def test_workers_share_what_tracing_imports():
+    code = """import sys; sys.path.insert(0, sys.argv[1])
+from test_rounds import federation, run
+from fedbook.engines import engine
+had = 'sympy' in sys.modules
+run(federation(rounds=1), engine=engine(sys.argv[2]))
+print(had, 'sympy' in sys.modules)"""
+    said = [subprocess.run([sys.executable, '-c', code, str(Path(__file__).parent), e], capture_output=True, text=True).stdout for e in ('traced_processes','processes')]
+    assert said==['False True\n', 'False False\n']
 
 def test_an_unknown_engine_names_the_nearest():
     with pytest.raises(Refused, match='stacked'): engines.engine('staked')
@@ -330,6 +341,13 @@ def test_a_recording_works_on_memory_that_stays_and_leaves_none_of_it_behind():
     a,b = run(fed, engine=Traced(2))[0],run(fed, engine=Traced(2, record))[0]
     assert same(a, b) and len(places)==2 and places[0]==places[1], 'one recording for each rate, in the same memory'
 
+def test_a_falling_rate_does_not_pile_up_recordings(monkeypatch):
+    monkeypatch.setattr('fedbook.trace.RECORDINGS', 2)
+    fed = federation(sizes=(8,8), per_round=2, rounds=5, local=Local(2, 4, SGD(.1), Cosine(per='round', period=5)))
+    made = []
+    a,b = run(fed, engine=stacked())[0],run(fed, engine=Traced(2, lambda go: made.append(1) or imitation(go)))[0]
+    assert same(a, b) and len(made)==5 and [len(s.recordings) for s in fed.net.steps.values()]==[2]
+
 def test_processes_are_refused_on_a_gpu_before_any_work(tmp_path):
     from fedbook.experiments import Case, run_cases, Setting
     with pytest.raises(Refused, match='cannot share a GPU'): engines.engine('traced_processes', 'cuda')
@@ -356,8 +374,7 @@ rounds.run(fed, engine=engines.Processes(2), on_round=told)
 """
 
 def test_workers_end_when_their_parent_is_killed():
-    import subprocess, sys, time
-    from pathlib import Path
+    import time
     parent = subprocess.Popen([sys.executable, '-c', KILLED, str(Path(__file__).parent)], stdout=subprocess.PIPE, text=True)
     pids = parent.stdout.readline().split()
     assert len(pids)==2 and all(os.path.exists(f'/proc/{p}') for p in pids)

@@ -1,6 +1,7 @@
 "Identities of the round loop: exact ones are tested to the last bit."
 from collections import OrderedDict
 from dataclasses import dataclass, replace
+import warnings
 import numpy as np, pytest, torch
 from torch import nn
 from fedbook.engines import Processes
@@ -253,3 +254,12 @@ def test_means_of_segments():
     from fedbook.rounds import means
     values,parts = torch.rand(50),[np.array([3]), [0, 49, 0], range(5, 20)]
     assert means(values, parts)==pytest.approx([values[list(p)].mean().item() for p in parts])
+
+def test_bf16_where_the_processor_has_none_of_it_is_said(monkeypatch):
+    from fedbook import rounds
+    fed = federation()
+    for has,precision,said in ((False,'bf16',1), (True,'bf16',0), (False,'float32',0)):
+        monkeypatch.setattr(rounds, 'computes_bf16', lambda device: has)
+        with warnings.catch_warnings(record=True) as w:
+            warnings.simplefilter('always'); replace(fed, local=replace(fed.local, precision=precision))
+        assert len(w)==said and all('float32' in str(x.message) for x in w)
