@@ -311,6 +311,13 @@ def test_the_fastest_is_chosen_once_and_remembered(machine, monkeypatch):
         (machine/'engines.json').write_text(text); engines.CHOICES.clear()
         assert engines.choice(fed)[0]=='stacked'
 
+def test_one_disturbed_round_does_not_decide(monkeypatch):
+    clock = iter(np.cumsum([t for d in (.05, .01, .01, .01, .01) for t in (0, d)]))
+    with monkeypatch.context() as m:
+        m.setattr(engines.time, 'perf_counter', lambda: next(clock))
+        seconds = engines.round_seconds(lambda *a: None, federation())
+    assert abs(seconds-.01) < 1e-9 and not list(clock)
+
 def test_a_folder_without_permission_does_not_matter(monkeypatch):
     monkeypatch.setenv('FEDBOOK_DATA', '/proc/nothing'); monkeypatch.setattr(engines, 'CHOICES', {})
     assert engines.choice(federation())[0]=='one_by_one'
