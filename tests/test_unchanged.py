@@ -1,11 +1,11 @@
 "Older code is as good as new only if both compute the same bytes."
 import json, shutil
 from pathlib import Path
-import pytest
+import numpy as np, pytest
 import fedbook.experiments as E
 from fedbook.errors import Refused
 from fedbook.experiments import Case, code_fingerprint, run_cases, Setting
-from fedbook.unchanged import answers, compare, note, samples, shortened
+from fedbook.unchanged import answers, compare, digest, note, samples, shortened
 
 ROOT = Path(__file__).resolve().parents[1]
 ABOUT = dict(paper='000', table='a table', profile='laptop', stand_in={})
@@ -42,6 +42,15 @@ def test_what_computes_the_same_is_not_run_again_and_what_does_not_is(tmp_path, 
     monkeypatch.setattr(E, 'run_case', lambda case, *a, f=E.run_case, **k: ran.append(case.cell['m']) or f(case, *a, **k))
     again = run_cases(CASES, [0], figures/'000'/'x'/'laptop', **ABOUT)
     assert ran==['fedprox'] and again[0]==first[0] and again[1]['code']!=first[1]['code']
+
+def test_a_change_of_nothing_but_the_state_or_the_partition_is_seen(tmp_path):
+    ask = [shortened(CASES[0].setting.settings())]
+    part,state,rows = json.loads(answers(ROOT, ask)[0])
+    other = rewritten(older(tmp_path/'a'), *SAME[:2], f"server = {{**fed.method.merge(state['server'], [a['message'] for a in replies], weights), 'more': torch.zeros(1)}}")
+    (p,s,r), = map(json.loads, answers(other, ask))
+    assert p==part and r==rows and s!=state
+    fed = E.federation(Setting(**ask[0])); clients = fed.data.clients
+    assert digest(clients)==part!=digest([*clients[:-1], clients[-1][::-1]])!=digest([clients[0][:-1], np.append(clients[0][-1:], clients[1]), *clients[2:]])
 
 def test_code_that_is_the_same_is_not_run(monkeypatch):
     import fedbook.unchanged as U
