@@ -4,12 +4,12 @@
 
 # %% auto #0
 __all__ = ['OFTEN', 'CACHE', 'SEVERAL', 'NO_GPU', 'ONLY_GPU', 'TEAMS', 'ENGINES', 'BUDGET', 'SHORT', 'LONG', 'CHOICES', 'Group',
-           'timetable', 'parcels', 'steps', 'augmented', 'side_by_side', 'alike', 'train', 'worth_a_trace', 'common',
-           'apart', 'local_step_of', 'replies_of', 'kept', 'follow', 'FellBack', 'out_of_memory', 'Traced', 'give_up',
-           'halve', 'stacked', 'graphs', 'cores', 'Processes', 'team_of', 'disband', 'engine', 'used', 'possible',
-           'trial', 'round_seconds', 'measure', 'local_steps', 'kind', 'choice']
+           'timetable', 'parcels', 'steps', 'augmented', 'train', 'worth_a_trace', 'common', 'local_step_of',
+           'replies_of', 'follow', 'FellBack', 'out_of_memory', 'Traced', 'views', 'give_up', 'halve', 'stacked',
+           'graphs', 'cores', 'Processes', 'team_of', 'disband', 'engine', 'used', 'possible', 'trial', 'round_seconds',
+           'measure', 'local_steps', 'kind', 'choice']
 
-# %% ../nbs/01_foundations/34_engines.ipynb #512760d2
+# %% ../nbs/01_foundations/34_engines.ipynb #dd562e60
 from collections import Counter
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -17,10 +17,11 @@ import json, os, platform, time, warnings, weakref
 import numpy as np, torch
 from .errors import choose, Refused, require
 from .files import data_dir, fingerprint, writing
+from .memory import recalled
 from .method import Client, cuts, FedAvg, Local, orders
 from .models import Net
-from .rounds import AT_ONCE, begin, begin_client, client_view, draws, end_client, FederatedData, Federation, one_by_one, ready, sample_bytes
-from .tensors import channels_last, clone, flatten, leaves
+from .rounds import AT_ONCE, begin, begin_client, client_views, draws, end_client, FederatedData, Federation, OF_CLIENTS, one_by_one, ready, sample_bytes
+from .tensors import apart, channels_last, clone, flatten, side_by_side
 from .trace import Bound, bring_back, ready_to_trace, recording, Step
 from .workers import Team
 
@@ -79,19 +80,6 @@ def steps(
 def augmented(d, x, stream):
     with stream: return d.augment(x)
 
-# %% ../nbs/01_foundations/34_engines.ipynb #1b653839
-def side_by_side(
-    trees:list[dict], # Alike
-) -> dict: # Each leaf [trees, …]; not to be changed in place
-    "Trees of many clients as one; raises `ValueError` where they are not alike"
-    if not alike(trees): raise ValueError('its clients have received or remember different things')
-    return leaves(lambda *ts: ts[0].expand(len(ts), *ts[0].shape) if all(t is ts[0] for t in ts) else torch.stack(ts), *trees)
-
-def alike(trees:list[dict]) -> bool:
-    "Have they the same names?"
-    first,*rest = trees
-    return all(t.keys()==first.keys() for t in rest) and all(alike([t[k] for t in trees]) for k,v in first.items() if isinstance(v, dict))
-
 # %% ../nbs/01_foundations/34_engines.ipynb #78be95b2
 def train(
     pairs:list, # (run, client); the runs are alike but for their seeds
@@ -128,12 +116,6 @@ def common(fed:Federation) -> Counter: # Size of batch to steps
         fed.common = steps
     return fed.common
 
-# %% ../nbs/01_foundations/34_engines.ipynb #65afc6a7
-def apart(tree:dict, n:int) -> list[dict]:
-    "The inverse of `side_by_side`: each of `n` trees, in the memory of the one"
-    parts = {k: apart(v, n) if isinstance(v, dict) else v.unbind() for k,v in tree.items()}
-    return [{k: p[j] for k,p in parts.items()} for j in range(n)]
-
 # %% ../nbs/01_foundations/34_engines.ipynb #0a79658a
 def local_step_of(method:FedAvg, local:Local, net:Net) -> Step:
     "The step of a network's runs, kept as long as the network lives"
@@ -141,18 +123,12 @@ def local_step_of(method:FedAvg, local:Local, net:Net) -> Step:
     if (method, local) not in steps: steps[method,local] = Step(method, local, net)
     return steps[method,local]
 
-# %% ../nbs/01_foundations/34_engines.ipynb #b3acf61c
+# %% ../nbs/01_foundations/34_engines.ipynb #d19f9cd3
 def replies_of(pairs, carry, losses):
     "What remains of a round for each stacked client"
     w,_,buffers = (apart(tree, len(pairs)) for tree in carry)
     for (_,c),b in zip(pairs, buffers): c.buffers = b
-    replies = [end_client(fed, c, v, loss) for (fed,c),v,loss in zip(pairs, w, losses)]
-    for a in replies: a.update(memory=kept(a['memory']), buffers=kept(a['buffers']))
-    return replies
-
-def kept(tree:dict) -> dict:
-    "What outlives the round, in memory of its own: a view would hold the whole stack"
-    return leaves(lambda t: t.clone() if t._base is not None else t, tree)
+    return [end_client(fed, c, v, loss) for (fed,c),v,loss in zip(pairs, w, losses)]
 
 # %% ../nbs/01_foundations/34_engines.ipynb #813789e9
 def follow(fed, bound, groups, streams):
@@ -170,7 +146,7 @@ class FellBack(UserWarning): "An engine goes on in another way"
 
 def out_of_memory(e:Exception) -> bool: return isinstance(e, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in str(e)
 
-# %% ../nbs/01_foundations/34_engines.ipynb #72a7d3d5
+# %% ../nbs/01_foundations/34_engines.ipynb #594d2e33
 @dataclass
 class Traced:
     "An engine of traced local steps, `at_once` clients at a time; equal to one by one up to rounding"
@@ -189,7 +165,7 @@ class Traced:
         most = max(1, CACHE//each) if processor else len(todo)
         while len(replies) < len(todo) and not self.obstacle:
             some = todo[len(replies):len(replies)+min(self.at_once, most)]
-            try: replies += train([(q[0], client_view(*q)) for q in some], self.record)
+            try: replies += train(views(some), self.record)
             except Exception as e:
                 if not out_of_memory(e): give_up(self, fed, e)
                 elif len(some)==1: raise
@@ -198,7 +174,12 @@ class Traced:
         rest = iter(replies)
         return [[next(rest) for _ in ids] for _,_,ids,_ in asked]
 
-# %% ../nbs/01_foundations/34_engines.ipynb #4237d6a4
+# %% ../nbs/01_foundations/34_engines.ipynb #e1daa6a4
+def views(asked:list) -> list: # Pairs of a run and what a client sees
+    "The clients of questions (run, state, client, round); what those of one run keep is picked together"
+    each = [list(some) for _,some in groupby(asked, key=lambda q: id(q[0]))]
+    return [(q[0], c) for some in each for q,c in zip(some, client_views(*some[0][:2], [i for _,_,i,_ in some], some[0][3]))]
+
 def give_up(engine, fed, e):
     "Go one by one from now on"
     engine.obstacle = f'{type(e).__name__}: {e}'.splitlines()[0]
@@ -218,7 +199,7 @@ def cores() -> int:
     "The processor cores of this run: `$FEDBOOK_CORES`, or as many as PyTorch has threads"
     return int(os.environ.get('FEDBOOK_CORES') or torch.get_num_threads())
 
-# %% ../nbs/01_foundations/34_engines.ipynb #c3469958
+# %% ../nbs/01_foundations/34_engines.ipynb #5193a737
 NO_GPU = 'Worker processes cannot share a GPU; take the engine one_by_one, traced, stacked or graphs.'
 ONLY_GPU = 'CUDA graphs need a GPU; take the engine stacked, which takes the same steps.'
 
@@ -230,7 +211,8 @@ class Processes:
 
     def __call__(self, fed:Federation, state:dict, ids:list, r:int) -> list: # Replies in the order of `ids`
         require(fed.data.x.device.type=='cpu', NO_GPU)
-        own = {k: {str(i): state[k][str(i)] for i in ids if str(i) in state[k]} for k in ('memory','client_buffers')}
+        names = [str(i) for i in ids]
+        own = {k: {c: kept for c,kept in zip(names, recalled(state[k], names)) if kept is not None} for k in OF_CLIENTS}
         longest = sorted(ids, key=lambda i: -len(fed.data.clients[i]))
         team = team_of(fed, self.workers or cores(), self.engine)
         replies = dict(zip(longest, team.map((dict(state, **own), r), longest)))

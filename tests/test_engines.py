@@ -7,12 +7,14 @@ from torch import nn
 from fedbook import engines
 from fedbook.engines import ENGINES, FellBack, Processes, stacked, timetable, Traced
 from fedbook.errors import Refused
+from fedbook.experiments import federation as experiment, Setting
 from fedbook.method import FedAvg, Local, METHODS, methods
 from fedbook.models import build, Classifier, Net
 from fedbook.optim import Adam, AdamW, Cosine, SGD
 from fedbook.rounds import begin, client_view, ready, run
 from fedbook.streams import seeded
 from fedbook.tensors import flatten
+from fedbook.workers import Box, pack, unpack
 from test_rounds import federation, fitting, mlp, Remembers, same, with_blocks
 
 @pytest.fixture(autouse=True)
@@ -364,11 +366,6 @@ def test_processes_are_refused_on_a_gpu_before_any_work(tmp_path):
         with pytest.raises(Refused, match=words): run_cases([case], [0], tmp_path, device, name)
     assert not list(tmp_path.iterdir())
 
-def test_what_a_client_keeps_does_not_hold_the_stack():
-    fed = federation(Remembers(), module=mlp(bn=True), buffers='local')
-    state = run(fed, engine=stacked())[0]
-    for t in flatten(dict(m=state['memory'], b=state['client_buffers'])).values(): assert t.untyped_storage().nbytes()==t.nbytes
-
 KILLED = """
 import sys, time
 sys.path.insert(0, sys.argv[1])
@@ -410,3 +407,18 @@ def test_seeds_with_large_weights_go_apart_on_a_processor(monkeypatch):
     monkeypatch.setattr(engines, 'SEVERAL', 0)
     abreast([course(f) for f in feds], stacked().together)
     assert sizes==[6]*3 + [3]*6
+
+@pytest.mark.parametrize('name', ['fedas','fedntd','fedpac','fedspu'])
+def test_processes_round_convolutions_as_one_by_one(name):
+    "Kernels lie in a worker's memory as they lie here: sums depend on it"
+    s = Setting('fashion_mnist_mini', partition=dict(name='dirichlet', n_clients=4, alpha=.5, min_size=4), model=dict(name='cnn_fedcspack_fmnist'), method=dict(name=name),
+        protocol=dict(rounds=3, per_round=3), local=dict(batch_size=64))
+    (a,rows),(b,rows_b) = run(experiment(s)),run(experiment(s), engine=Processes(2))
+    assert same(a, b) and rows==rows_b
+
+@pytest.mark.parametrize('t', [torch.arange(6.).view(2, 3).T, torch.arange(48.).view(2, 3, 2, 4).to(memory_format=torch.channels_last), torch.arange(10)[::3], torch.ones(1).expand(5), torch.zeros(0, 3), torch.ones(2, 1, 3, 3, dtype=torch.bool)])
+def test_what_travels_to_a_worker_lies_there_as_here(t):
+    box = Box()
+    there = unpack(pack(dict(a=t, again=t), box), box)
+    assert torch.equal(there['a'], t) and there['a'].dtype==t.dtype and there['again'].data_ptr()==there['a'].data_ptr()
+    assert there['a'].stride()==(t.stride() if t.untyped_storage().nbytes()==t.nbytes else torch.empty_like(t).stride())
