@@ -7,7 +7,6 @@ from torch import nn
 from fedbook import engines
 from fedbook.engines import ENGINES, FellBack, Processes, stacked, timetable, Traced
 from fedbook.errors import Refused
-from fedbook.experiments import federation as experiment, Setting
 from fedbook.method import FedAvg, Local, METHODS, methods
 from fedbook.models import build, Classifier, Net
 from fedbook.optim import Adam, AdamW, Cosine, SGD
@@ -15,6 +14,7 @@ from fedbook.rounds import begin, client_view, ready, run
 from fedbook.streams import seeded
 from fedbook.tensors import flatten
 from fedbook.workers import Box, pack, unpack
+from test_memory import convolutions
 from test_rounds import federation, fitting, mlp, Remembers, same, with_blocks
 
 @pytest.fixture(autouse=True)
@@ -411,9 +411,7 @@ def test_seeds_with_large_weights_go_apart_on_a_processor(monkeypatch):
 @pytest.mark.parametrize('name', ['fedas','fedntd','fedpac','fedspu'])
 def test_processes_round_convolutions_as_one_by_one(name):
     "Kernels lie in a worker's memory as they lie here: sums depend on it"
-    s = Setting('fashion_mnist_mini', partition=dict(name='dirichlet', n_clients=4, alpha=.5, min_size=4), model=dict(name='cnn_fedcspack_fmnist'), method=dict(name=name),
-        protocol=dict(rounds=3, per_round=3), local=dict(batch_size=64))
-    (a,rows),(b,rows_b) = run(experiment(s)),run(experiment(s), engine=Processes(2))
+    (a,rows),(b,rows_b) = run(convolutions(name)),run(convolutions(name), engine=Processes(2))
     assert same(a, b) and rows==rows_b
 
 @pytest.mark.parametrize('t', [torch.arange(6.).view(2, 3).T, torch.arange(48.).view(2, 3, 2, 4).to(memory_format=torch.channels_last), torch.arange(10)[::3], torch.ones(1).expand(5), torch.zeros(0, 3), torch.ones(2, 1, 3, 3, dtype=torch.bool)])

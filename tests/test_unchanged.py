@@ -23,7 +23,7 @@ def rewritten(checkout, file, now, before):
     path.write_text(text.replace(now, before))
     return checkout
 
-SAME = ('rounds.py', 'server = fed.method.merge(state[\'server\'], [a[\'message\'] for a in replies], weights)', 'messages = [a[\'message\'] for a in replies]; server = fed.method.merge(state[\'server\'], messages, weights)')
+SAME = ('rounds.py', "fed.method.merge(state['server'], [a['message'] for a in replies], weights)", "fed.method.merge(state['server'], list(a['message'] for a in replies), weights)")
 OTHER = ('methods/fedprox.py', 'self.mu/2', '1.001*self.mu/2')
 
 def test_what_computes_the_same_is_not_run_again_and_what_does_not_is(tmp_path, monkeypatch):
@@ -46,7 +46,7 @@ def test_what_computes_the_same_is_not_run_again_and_what_does_not_is(tmp_path, 
 def test_a_change_of_nothing_but_the_state_or_the_partition_is_seen(tmp_path):
     ask = [shortened(CASES[0].setting.settings())]
     part,state,rows = json.loads(answers(ROOT, ask)[0])
-    other = rewritten(older(tmp_path/'a'), *SAME[:2], f"server = {{**fed.method.merge(state['server'], [a['message'] for a in replies], weights), 'more': torch.zeros(1)}}")
+    other = rewritten(older(tmp_path/'a'), *SAME[:2], "{**fed.method.merge(state['server'], [a['message'] for a in replies], weights), 'more': torch.zeros(1)}")
     (p,s,r), = map(json.loads, answers(other, ask))
     assert p==part and r==rows and s!=state
     fed = E.federation(Setting(**ask[0])); clients = fed.data.clients
