@@ -18,7 +18,7 @@ from .errors import require
 from .files import fingerprint, permitted
 from .tensors import apart, as_one, flatten, leaves, side_by_side
 
-# %% ../nbs/01_foundations/06_memory.ipynb #ec520356
+# %% ../nbs/01_foundations/06_memory.ipynb #4f79641b
 IN_RAM = 2**26 # Bytes of all rows together that are not mapped from files
 
 def reserve(f, n:int):
@@ -26,6 +26,7 @@ def reserve(f, n:int):
     if hasattr(os, 'posix_fallocate'): os.posix_fallocate(f.fileno(), 0, n)
     else: f.truncate(max(n, f.tell()))
 
+# %% ../nbs/01_foundations/06_memory.ipynb #d8328610
 def mapped(
     path:Path, # A file, made or lengthened where need be
     shape:tuple, # Of the tensor
@@ -45,7 +46,7 @@ class Row:
     def __init__(self, stack, at): self.stack,self.at = stack,at
     def __del__(self): self.stack.free.append(self.at)
 
-# %% ../nbs/01_foundations/06_memory.ipynb #1f5f8afc
+# %% ../nbs/01_foundations/06_memory.ipynb #a0226735
 class Stack:
     "Trees alike, side by side; room for more is made by `grow`"
     def __init__(
@@ -84,17 +85,21 @@ class Stack:
         at = places(rows)
         return apart(leaves(lambda t,like: seen(t.index_select(0, at.to(t.device)).to(like.device), like), self.tensors, self.like), len(rows))
 
+# %% ../nbs/01_foundations/06_memory.ipynb #8b128063
 def kernels(t:Tensor) -> bool: return t.dim()==5 and t.shape[2] > 1 # of clients, [n, a, c, h, w]; of one channel there is but one order
 def laid(t:Tensor) -> Tensor: return t.movedim(2, -1) if kernels(t) else t # as they lie, [n, a, h, w, c]
 def seen(t:Tensor, like:Tensor) -> Tensor: return t.movedim(-1, 2) if kernels(like) else t # and back
+
+# %% ../nbs/01_foundations/06_memory.ipynb #e557021b
 def size(tree:dict) -> int: return sum(t.nbytes for t in flatten(tree).values()) # in bytes
 def places(rows:list[Row]) -> Tensor: return torch.tensor([row.at for row in rows], dtype=torch.int64)
 
-# %% ../nbs/01_foundations/06_memory.ipynb #36692c79
+# %% ../nbs/01_foundations/06_memory.ipynb #89a58035
 def kind(tree:dict) -> tuple:
     "What trees in one stack have in common: names in their order, shapes and types"
     return tuple((k, kind(v) if isinstance(v, dict) else (v.shape, v.dtype)) for k,v in tree.items())
 
+# %% ../nbs/01_foundations/06_memory.ipynb #c443a463
 class Memory(Mapping):
     "Client to what it keeps"
     def __init__(self, folder:Path=None, stacks:dict=None, rows:dict=None): # Stacks by their kind, and each client's row
@@ -113,32 +118,35 @@ class Memory(Mapping):
 
     def after(self, new:dict) -> 'Memory': # Client to a tree
         "The memory with some clients' trees replaced"
+        for k in [k for k,s in self.stacks.items() if len(s.free)==s.length]: del self.stacks[k] # nobody keeps such a tree any more
         put = {}
         for k,some in grouped((kind(tree), c) for c,tree in new.items()):
             if k not in self.stacks: self.stacks[k] = Stack(new[some[0]], fingerprint(repr(k)), self.folder)
-            stack = self.stacks[k]
-            make_room(stack, len(some), sum(s.length*s.row_bytes for s in self.stacks.values() if s is not stack))
-            put.update(zip(some, stack.put([new[c] for c in some])))
+            make_room(self.stacks, k, len(some))
+            put.update(zip(some, self.stacks[k].put([new[c] for c in some])))
         return Memory(self.folder, self.stacks, {**self.rows, **{c: put[c] for c in new}})
 
+# %% ../nbs/01_foundations/06_memory.ipynb #dfc0378b
 def recalled(memory:Mapping, clients:list) -> list: # `None` for who keeps nothing yet
     "What several clients keep, by a `Memory` or a plain dict"
     return memory.of(clients) if isinstance(memory, Memory) else [memory.get(c) for c in clients]
 
+# %% ../nbs/01_foundations/06_memory.ipynb #a4577735
 def grouped(pairs): # of (key, value)
     groups = {}
     for k,v in pairs: groups.setdefault(k, []).append(v)
     return groups.items()
 
-# %% ../nbs/01_foundations/06_memory.ipynb #aede795f
+# %% ../nbs/01_foundations/06_memory.ipynb #d4b6f284
 def make_room(
-    stack:Stack, # To be put into
+    stacks:dict, # By kind
+    k:tuple, # Which of them will be put into
     n:int, # So many rows
-    others:int, # Bytes of other stacks
 ):
-    "Let a stack grow where it has fewer free rows, in files beyond `IN_RAM`"
-    if len(stack.free) >= n: return
-    need = stack.length-len(stack.free)+n
+    "Let a stack grow where it has fewer free rows, in files where RAM would hold more than `IN_RAM`"
+    stack,need = stacks[k],stacks[k].length-len(stacks[k].free)+n
+    if need <= stack.length: return
+    others = sum(s.length*s.row_bytes for s in stacks.values() if s is not stack and not s.in_files)
     fits = lambda length: not stack.in_files and others+length*stack.row_bytes <= IN_RAM
     stack.grow(2*need if fits(2*need) else need, in_files=not fits(need))
 
@@ -151,7 +159,7 @@ def written(memory:Memory) -> dict: # For `fedbook.tensors.save`
             kept=stack.like if stack.in_files else side_by_side(stack.pick(rows)))
     return {stack.name: part(stack, clients) for stack,clients in grouped((row.stack, c) for c,row in memory.rows.items())}
 
-# %% ../nbs/01_foundations/06_memory.ipynb #225aa893
+# %% ../nbs/01_foundations/06_memory.ipynb #bd63a3cf
 def read_back(
     tree:dict, # Of `written`
     folder:Path, # With the files
@@ -163,10 +171,11 @@ def read_back(
         like = leaves(lambda t: t.new_empty(t.shape[1:]), kept)
         memory.stacks[kind(like)] = stack = Stack(like, name, folder)
         if part['in_files']: rows = located(stack, part['rows'].tolist())
-        else: make_room(stack, len(clients), 0); rows = stack.put(apart(kept, len(clients)))
+        else: make_room(memory.stacks, kind(like), len(clients)); rows = stack.put(apart(kept, len(clients)))
         memory.rows.update(zip(clients, rows))
     return memory
 
+# %% ../nbs/01_foundations/06_memory.ipynb #8f45136f
 def located(stack:Stack, at:list) -> list[Row]: # One for each
     "Rows that are in files already; the others are free"
     length = max(at)+1

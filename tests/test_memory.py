@@ -161,3 +161,11 @@ def test_a_resumed_run_of_convolutions_rounds_as_an_unbroken_one(tmp_path, name)
     again = run(fed, tmp_path/'run.part')
     assert same(whole[0], again[0]) and whole[1]==again[1]
     for state in (whole[0], again[0]): assert all(t.stride()==in_order(t).stride() for t in flatten(state).values())
+
+def test_a_kind_of_tree_that_nobody_keeps_any_more_takes_no_memory(monkeypatch):
+    now = Memory()
+    for n in range(1, 40): now = now.after({'0': tree(1, n), '1': tree(2, n)})
+    assert len(now.stacks) <= 2 and first(now, '1')==2
+    monkeypatch.setattr(memory, 'IN_RAM', 10_000)
+    now = now.after({'2': tree(3, 10_000)}).after({'3': tree(4, 5)}) # what is in files leaves the RAM to others
+    assert sorted((s.row_bytes > 10_000, s.in_files) for s in now.stacks.values())==[(False, False), (False, False), (True, True)]
