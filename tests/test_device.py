@@ -22,7 +22,8 @@ def moved(fed):
 def agrees(monkeypatch, fed, make=None, at=None, engine='one_by_one'):
     "Does a run there equal one here?"
     want,rows = run(fed, engine=engines.engine(engine))
-    with elsewhere(monkeypatch):
+    with elsewhere(monkeypatch), warnings.catch_warnings():
+        warnings.simplefilter('error', engines.FellBack)
         state,rows_there = run(make() if make else moved(fed), at, engines.engine(engine, 'meta'))
         got = flatten(state)
     assert all(isinstance(t, Elsewhere) for t in got.values() if t.dim())

@@ -139,6 +139,12 @@ def test_a_full_disk_is_said_before_anything_is_put(tmp_path, monkeypatch):
     monkeypatch.setattr(memory, 'reserve', full)
     with pytest.raises(Refused, match=f'Cannot write {tmp_path}.*No space left on device'): mapped(tmp_path/'a', (4,), torch.float32)
 
+def test_files_grow_where_the_system_cannot_reserve(tmp_path, monkeypatch):
+    monkeypatch.delattr(os, 'posix_fallocate', raising=False)
+    mapped(tmp_path/'a', (3,), torch.float32).fill_(1)
+    assert mapped(tmp_path/'a', (5,), torch.float32).tolist()==[1, 1, 1, 0, 0] and mapped(tmp_path/'a', (2,), torch.float32).tolist()==[1, 1]
+    assert (tmp_path/'a').stat().st_size==20 # never shortened
+
 def test_clients_of_a_stack_are_read_without_a_copy_of_each():
     fed = federation(Remembers(), rounds=1, per_round=4, module=mlp())
     state = run(fed)[0]
