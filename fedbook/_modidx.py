@@ -656,6 +656,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                            'fedbook/rounds.py'),
                                 'fedbook.rounds.abreast': ('01_foundations/rounds.html#abreast', 'fedbook/rounds.py'),
                                 'fedbook.rounds.as_is': ('01_foundations/rounds.html#as_is', 'fedbook/rounds.py'),
+                                'fedbook.rounds.as_written': ('01_foundations/rounds.html#as_written', 'fedbook/rounds.py'),
                                 'fedbook.rounds.begin': ('01_foundations/rounds.html#begin', 'fedbook/rounds.py'),
                                 'fedbook.rounds.begin_client': ('01_foundations/rounds.html#begin_client', 'fedbook/rounds.py'),
                                 'fedbook.rounds.body_features': ('01_foundations/rounds.html#body_features', 'fedbook/rounds.py'),

@@ -58,6 +58,13 @@ class Careless(FedAvg):
     def loss(self, w, batch, c): return super().loss(w, batch, c) + 0*torch.arange(len(batch['y'])).eq(batch['y']).sum()
 METHODS.pop('careless')
 
+def test_a_gpu_computes_float32_as_such_and_in_one_order(monkeypatch):
+    for flag,usual in (('allow_tf32', True), ('deterministic', False)): monkeypatch.setattr(torch.backends.cudnn, flag, usual)
+    fed = federation(FedAvg())
+    assert torch.backends.cudnn.allow_tf32 and not torch.backends.cudnn.deterministic # what is on the processor changes nothing
+    with elsewhere(monkeypatch): moved(fed)
+    assert not torch.backends.cudnn.allow_tf32 and torch.backends.cudnn.deterministic
+
 def test_a_method_that_mixes_devices_is_found(monkeypatch):
     with elsewhere(monkeypatch), pytest.raises(RuntimeError, match='two devices'): run(moved(federation(Careless())))
 
