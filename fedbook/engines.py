@@ -268,8 +268,8 @@ def possible(
     convolutions = any(w.dim()==4 for w in fed.net.weights().values())
     return [*names[:1], *(reversed(names[1:]) if convolutions and not alone else names[1:])]
 
-# %% ../nbs/01_foundations/34_engines.ipynb #49a06865
-BUDGET = 2. # Seconds after which no further engine is tried
+# %% ../nbs/01_foundations/34_engines.ipynb #2a8a268a
+BUDGET = 1.5 # Seconds after which no further engine is tried, so that a trial takes some 2
 SHORT = 10. # Seconds of a run that is not worth a trial
 LONG = .25 # Seconds of a step that no engine makes shorter
 
