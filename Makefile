@@ -21,16 +21,20 @@ test: env
 	nbdev_test --n_workers 2
 	env -u FEDBOOK_FIGURES python -m pytest -n 2 --dist worksteal
 
+BENCH = workloads: [softmax, mlp, cnn64, cnn512, resnet18, frozen], repeats: 5, seconds: .3, half: true, \
+	per_round: [5, 10, 20, 50, 100], clients: [100, 1000, 10000, 100000], folder: ../../figures/scale/speed, peers: $(PEERS)
+
 bench: env
 	mkdir -p $(TMP) figures/scale/speed
-	PATH="$(abspath $(BIN)):$$PATH" papermill nbs/05_scale/speed.ipynb $(TMP)/speed.ipynb --cwd nbs/05_scale --no-progress-bar -y "{workloads: [softmax, mlp, cnn64, cnn512, resnet18, frozen], repeats: 5, seconds: .3, half: true, \
-		per_round: [5, 10, 20, 50, 100], clients: [100, 1000, 10000, 100000], folder: ../../figures/scale/speed, peers: $(PEERS)}"
+	PATH="$(abspath $(BIN)):$$PATH" papermill nbs/05_scale/speed.ipynb $(TMP)/speed.ipynb --cwd nbs/05_scale --no-progress-bar -y "{$(BENCH)}"
 
 # `make device` measures the accelerator, or the processor where there is none, and writes figures/scale/device.
+DEVICE = clients: [10, 100], networks: {resnet18: {image_size: 32, batch: 128, images: 1024, stem: cifar}, \
+	vit_small_patch16_224: {image_size: 224, batch: 128, images: 512}}, size: 8192, repeats: 5, folder: ../../figures/scale/device
+
 device: env
 	mkdir -p $(TMP) figures/scale/device
-	PATH="$(abspath $(BIN)):$$PATH" papermill nbs/05_scale/device.ipynb $(TMP)/device.ipynb --cwd nbs/05_scale --no-progress-bar -y "{clients: [10, 100], networks: {resnet18: {image_size: 32, batch: 128, images: 1024, stem: cifar}, \
-		vit_small_patch16_224: {image_size: 224, batch: 128, images: 512}}, size: 8192, repeats: 5, folder: ../../figures/scale/device}"
+	PATH="$(abspath $(BIN)):$$PATH" papermill nbs/05_scale/device.ipynb $(TMP)/device.ipynb --cwd nbs/05_scale --no-progress-bar -y "{$(DEVICE)}"
 
 readme: env
 	$(BIN)/python tests/readme.py

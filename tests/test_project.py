@@ -1,7 +1,7 @@
 "The files that describe the project agree with each other."
-import ast, configparser, json, re, subprocess, sys, tomllib
+import ast, configparser, json, re, shlex, subprocess, sys, tomllib
 from pathlib import Path
-import pytest
+import pytest, yaml
 
 ROOT = Path(__file__).resolve().parents[1]
 INI = configparser.ConfigParser(); INI.read(ROOT/'settings.ini'); INI = INI['DEFAULT']
@@ -33,6 +33,15 @@ def test_installed_versions_are_the_pins():
     from importlib.metadata import version
     pins = dict(p.split('==') for p in PROJECT['optional-dependencies']['dev'])
     assert {k: version(k).split('+')[0] for k in pins}==pins
+
+@pytest.mark.parametrize('target', ['bench','device'])
+def test_make_gives_a_notebook_parameters_that_it_has(target):
+    recipe = subprocess.run(['make', '-n', target], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    words = shlex.split(recipe[recipe.index('papermill '):])
+    cells = json.loads((ROOT/words[1]).read_text())['cells']
+    parameters = ast.parse(''.join(next(c['source'] for c in cells if 'parameters' in c['metadata'].get('tags', []))))
+    given = yaml.safe_load(words[words.index('-y')+1])
+    assert given and given.keys() <= {line.target.id for line in parameters.body}
 
 def modules(): return sorted((ROOT/'fedbook').rglob('*.py'))
 
