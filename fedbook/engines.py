@@ -280,7 +280,7 @@ def trial(
     "A run small enough to be tried: two batches a client, or one in each epoch"
     n = fed.local.batch_size*max(1, 2//fed.local.epochs)
     some = [c[:n] for c in fed.data.clients[:min(clients, fed.protocol.per_round)]]
-    return replace(fed, data=replace(fed.data, clients=some, test_clients=None), protocol=replace(fed.protocol, per_round=len(some), rounds=10**9))
+    return replace(fed, set_aside=[], data=replace(fed.data, clients=some, test_clients=None), protocol=replace(fed.protocol, per_round=len(some), rounds=10**9))
 
 # %% ../nbs/01_foundations/34_engines.ipynb #105e60d8
 def round_seconds(
@@ -316,7 +316,8 @@ def local_steps(
 ) -> float: # Expected over the sampling of clients
     "The local steps of a whole run"
     d,l = fed.data,fed.local
-    return fed.protocol.rounds*fed.protocol.per_round*l.epochs*sum(-(-len(c)//l.batch_size) for c in d.clients)/len(d.clients)
+    trained = fed.method.opening*len(d.clients) + fed.protocol.rounds*fed.protocol.per_round # times that a client trains
+    return trained*l.epochs*sum(-(-len(c)//l.batch_size) for c in d.clients)/len(d.clients)
 
 # %% ../nbs/01_foundations/34_engines.ipynb #7ad71516
 def kind(

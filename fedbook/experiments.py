@@ -217,8 +217,8 @@ def run_case(
     **about, # The records' paper, table, profile and stand_in
 ) -> list[dict]: # Per seed a record for `fedbook.results`; its `seconds` are its share of those since the runs were last taken up
     "Run one cell"
-    start,feds = time.time(),[ready(federation(case.setting, s, device)) for s in seeds]
-    go = named_engine(choice(feds[0])[0] if engine=='auto' else engine, device)
+    start,feds = time.time(),[federation(case.setting, s, device) for s in seeds]
+    go = named_engine(choice(ready(feds[0]))[0] if engine=='auto' else engine, device)
     courses = [course(f, folder and checkpoint(case, s, folder)) for f,s in zip(feds, seeds)]
     ends = abreast(courses, getattr(go, 'together', lambda asked: [go(*a) for a in asked]))
     about.update(seconds=round((time.time()-start)/len(seeds), 3), device=device_name(device), engine=used(go))

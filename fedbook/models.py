@@ -256,6 +256,11 @@ class Net:
         "A copy of the buffers that move, such as running means"
         return {k: v.clone() for k,v in self._buffers.items()}
 
+    def freeze(self, *names:str) -> 'Net': # The same network where they are frozen already
+        "The network with further parts frozen"
+        still = [f for f in names if not lies_in(f, self.frozen)]
+        return Net(self.module, (*self.frozen, *still), next(self.module.parameters()).device) if still else self
+
     def _lend(self, part, module, w, buffers, x, train):
         if train != self.module.training:
             for m in self.moving: m.training = train

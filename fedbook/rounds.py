@@ -4,24 +4,28 @@
 
 # %% auto #0
 __all__ = ['OF_CLIENTS', 'AT_ONCE', 'Protocol', 'FederatedData', 'Federation', 'as_written', 'computes_bf16', 'begin',
-           'sample_clients', 'client_views', 'client_view', 'local_step', 'draws', 'begin_client', 'end_client',
-           'client_round', 'merge_buffers', 'one_by_one', 'taking_part', 'merged', 'one_round', 'score', 'means',
-           'evaluate', 'globally', 'validate', 'evaluate_personal', 'shared', 'as_is', 'ready', 'converted',
-           'sample_bytes', 'prepared', 'body_features', 'course', 'abreast', 'run', 'resume']
+           'sample_clients', 'client_views', 'client_view', 'local_step', 'draws', 'usual', 'begin_client',
+           'end_client', 'client_round', 'merge_buffers', 'one_by_one', 'attempted', 'taking_part', 'SetAside',
+           'set_aside', 'form', 'outvoted', 'difference', 'usable', 'agreeing', 'finite', 'aggregated', 'told',
+           'merged', 'one_round', 'score', 'means', 'evaluate', 'globally', 'validate', 'evaluate_personal', 'shared',
+           'as_is', 'ready', 'converted', 'sample_bytes', 'prepared', 'body_features', 'contents', 'identity', 'course',
+           'abreast', 'run', 'Other', 'resume']
 
 # %% ../nbs/01_foundations/31_rounds.ipynb #4791ad25
+from collections import Counter
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-import json, warnings
+import json, traceback, warnings
 from pathlib import Path
 import numpy as np, torch
 from torch import Tensor
 from .errors import choose, require, Refused
 from .features import extract, head_net
-from .memory import Memory, read_back, recalled, written
+from .files import fingerprint
+from .memory import kind, Memory, read_back, recalled, written
 from .method import batches, Client, FedAvg, Local
-from .models import Classifier, lies_in, Net
+from .models import Classifier, lies_in, Net, weights_fingerprint
 from .settings import Checked, setting
 from .streams import seeded, stream
 from .tensors import channels_last, clone, flatten, gradient, in_order, leaves, load, save, weighted_mean
@@ -76,6 +80,7 @@ class Federation:
     local: Local = field(default_factory=Local) # How clients train
     protocol: Protocol = field(default_factory=Protocol) # How rounds go
     seed: int = 0 # All random streams hang on it
+    set_aside: list = field(default_factory=list, repr=False, compare=False) # Who did not count in a round, and why
 
     def __post_init__(self):
         n,m = len(self.data.clients),self.protocol.per_round
@@ -83,8 +88,7 @@ class Federation:
         alone = next((i for i,c in enumerate(self.data.clients) if len(c)==1), None)
         require(not self.net.buffers() or (alone is None and self.local.batch_size > 1),
             f'BatchNorm cannot train on one sample: {"batch_size is 1" if alone is None else f"client {alone} holds one"}; take at least 2.')
-        still = [f for f in self.method.frozen if not lies_in(f, self.net.frozen)]
-        if still: self.net = Net(self.net.module, (*self.net.frozen, *still), self.data.x.device)
+        with seeded(self.seed, 'network'): self.net = self.method.network(self.net)
         if self.local.precision=='bf16' and not computes_bf16(self.data.x.device):
             warnings.warn("This processor does not compute in bfloat16 and imitates it, many times slower than float32; take precision='float32'.", stacklevel=3)
         if self.data.x.device.type!='cpu': as_written()
@@ -131,7 +135,7 @@ def client_views(
     d = fed.data
     def view(i, memory, buffers):
         return Client(fed.net, fed.local, (d.x, d.y), torch.as_tensor(d.clients[i], device=d.x.device), i, r, fed.seed, fed.method.send(state['server'], i),
-            fed.method.client(state['server']['w']) if memory is None else memory, clone(state['buffers'] if buffers is None else buffers), d.prepare, d.augment)
+            fed.method.client(fed.net.weights()) if memory is None else memory, clone(state['buffers'] if buffers is None else buffers), d.prepare, d.augment)
     return [view(*a) for a in zip(ids, *(recalled(state[k], [str(i) for i in ids]) for k in OF_CLIENTS))]
 
 def client_view(fed:Federation, state:dict, i:int, r:int) -> Client:
@@ -155,11 +159,15 @@ def local_step(
 def draws(
     fed:Federation, # The run
     c:Client, # The client
-    what:str, # 'train' or a seam
+    what:str, # 'train' or a hook
 ): # To be entered
-    "The stream of a client's random numbers in a part of its round; nothing where the seam is FedAvg's, which draws none"
-    usual = getattr(FedAvg, what, None)
-    return nullcontext() if usual and getattr(type(fed.method), what) is usual else seeded(fed.seed, what, c.round, c.id, device=c.own.device)
+    "The stream of a client's random numbers in a part of its round; nothing where the hook is FedAvg's, which draws none"
+    return nullcontext() if usual(fed.method, what) else seeded(fed.seed, what, c.round, c.id, device=c.own.device)
+
+def usual(method:FedAvg, hook:str) -> bool:
+    "Is a hook FedAvg's?"
+    theirs = getattr(FedAvg, hook, None)
+    return theirs is not None and getattr(type(method), hook) is theirs
 
 # %% ../nbs/01_foundations/31_rounds.ipynb #b7bd59dd
 def begin_client(
@@ -209,7 +217,7 @@ def merge_buffers(
 ) -> dict: # New `buffers` and `client_buffers`
     "The buffers of server and clients after a round"
     server,own = state['buffers'],state['client_buffers']
-    if policy=='average' and server: server = weighted_mean([r['buffers'] for r in replies.values()], weights)
+    if policy=='average' and server and replies: server = weighted_mean([r['buffers'] for r in replies.values()], weights)
     if policy=='local': own = own.after({str(i): r['buffers'] for i,r in replies.items()})
     return dict(buffers=server, client_buffers=own)
 
@@ -221,16 +229,140 @@ def one_by_one(
     r:int, # Which round, from 0
 ) -> list: # Their replies, in the order of `ids`
     "The reference engine: one client after the other"
-    return [client_round(fed, state, i, r) for i in ids]
+    return [attempted(fed, state, i, r) for i in ids]
+
+def attempted(fed, state, i, r):
+    "`client_round`, or what went wrong in it; what concerns all clients is raised"
+    try: return client_round(fed, state, i, r)
+    except (Refused, MemoryError, torch.OutOfMemoryError): raise
+    except Exception as e: return dict(error=f'{type(e).__name__}: {e}', traceback=traceback.format_exc())
 
 # %% ../nbs/01_foundations/31_rounds.ipynb #847e95c1
 def taking_part(
     fed:Federation, # The run
     r:int, # Which round, from 0
 ) -> dict[int, int]: # Client to how often it was drawn, ascending
-    "The clients of a round"
+    "The clients of a round; in an opening round, all"
+    if r < 0: return dict.fromkeys(range(len(fed.data.clients)), 1)
     ids,times = sample_clients(len(fed.data.clients), fed.protocol.per_round, fed.seed, r, fed.protocol.replace)
     return dict(zip(ids.tolist(), times.tolist()))
+
+# %% ../nbs/01_foundations/31_rounds.ipynb #d298ae59
+class SetAside(UserWarning): "A client does not count in a round"
+
+def set_aside(fed, r, i, why, trace=''):
+    "Note that a client does not count in a round, and say so"
+    fed.set_aside.append(dict(round=r+1, client=i, reason=why, traceback=trace))
+    warnings.warn(f'Client {i} is set aside in round {r+1}: {why}.', SetAside, stacklevel=4)
+
+# %% ../nbs/01_foundations/31_rounds.ipynb #963f44d5
+def form(
+    message:dict, # A client's
+    sent:dict, # What the server had sent to it
+    ragged:tuple, # Parts whose length differs between clients
+) -> tuple|None: # `None` where it is no tree of tensors
+    "What a message is like: which parts are like those sent, and names, shapes and types of the others"
+    def of(k, v):
+        if k in ragged: return 'ragged' if isinstance(v, dict) else (v.shape[1:], v.dtype)
+        mine = kind({k: v})
+        return 'as sent' if k in sent and mine==kind({k: sent[k]}) else mine
+    try: return tuple((k, of(k, v)) for k,v in sorted(message.items()))
+    except (AttributeError, TypeError): return None
+
+# %% ../nbs/01_foundations/31_rounds.ipynb #cc904a97
+def outvoted(
+    forms:dict, # Client to its message's form
+) -> tuple[list, object]: # Those whose form is not the accepted one, and that; `None` where there is none
+    "Who sends something else than most"
+    votes = Counter(f for f in forms.values() if f is not None)
+    def rank(f): return votes[f],sum(p[1]=='as sent' for p in f)
+    best = sorted(votes, key=rank, reverse=True)[:2]
+    right = best[0] if len(best)==1 or best and rank(best[0]) > rank(best[1]) else None
+    return [i for i,f in forms.items() if f is None or f!=right],right
+
+# %% ../nbs/01_foundations/31_rounds.ipynb #ba7b8e02
+def difference(
+    message, # What a client sent
+    right:dict, # What another one sent, in the accepted form
+    ragged:tuple=(), # Parts that may differ
+) -> str:
+    "The first difference between two messages, in words"
+    if not isinstance(message, dict): return f'it sent a {type(message).__name__} instead of tensors by name'
+    mine,theirs = ({k: v for k,v in flatten(m).items() if k.split('/')[0] not in ragged} for m in (message, right))
+    def words(t): return f'{list(t.shape)} of {t.dtype}' if isinstance(t, Tensor) else repr(t)
+    for k in theirs:
+        if k not in mine: return f'its message lacks {k!r}'
+        if words(mine[k])!=words(theirs[k]): return f'its {k!r} is {words(mine[k])} and should be {words(theirs[k])}'
+    return f'its message holds {next((k for k in mine if k not in theirs), "parts")!r}, which the others lack'
+
+# %% ../nbs/01_foundations/31_rounds.ipynb #d2c49cce
+def usable(
+    fed:Federation, # The run
+    state:dict, # Its state
+    replies:dict, # Client to its reply
+    r:int, # Which round, from 0
+) -> dict: # Client to its reply
+    "The replies of clients that did not fail, have a finite loss and agree on what a message is; raises what all clients raised alike"
+    failed = {i: a for i,a in replies.items() if 'error' in a}
+    if len(failed) > 1 and len(failed)==len(replies) and len({a['error'] for a in failed.values()})==1:
+        raise RuntimeError(f'No client of round {r+1} could train; all failed alike: {next(iter(failed.values()))["traceback"]}')
+    for i,a in failed.items(): set_aside(fed, r, i, a['error'], a['traceback'])
+    good = {i: a for i,a in replies.items() if i not in failed}
+    for i in [i for i,a in good.items() if not np.isfinite(a['loss'])]: set_aside(fed, r, i, f'its training loss is {good.pop(i)["loss"]}')
+    return agreeing(fed, state, good, r)
+
+# %% ../nbs/01_foundations/31_rounds.ipynb #4a7e75ec
+def agreeing(fed, state, replies, r):
+    "Replies whose messages have the accepted form"
+    method,(first,*rest) = fed.method,[a['message'] for a in replies.values()] or [None]
+    try:
+        if all(kind(m)==kind(first) for m in rest): return replies
+    except AttributeError: pass # not all are trees of tensors
+    forms = {i: form(a['message'], method.send(state['server'], i), method.ragged) for i,a in replies.items()}
+    wrong,right = outvoted(forms)
+    like = next((a['message'] for i,a in replies.items() if i not in wrong), None)
+    for i in wrong: set_aside(fed, r, i, difference(replies[i]['message'], like, method.ragged) if right else 'its message is unlike the others\', and none of them is in the majority')
+    return {i: a for i,a in replies.items() if i not in wrong}
+
+# %% ../nbs/01_foundations/31_rounds.ipynb #d112f709
+def finite(*trees:dict) -> bool: # Sums overflow only where numbers are near it
+    "Are all numbers of some trees finite?"
+    sums = [t.sum() for tree in trees for t in flatten(tree).values() if t.is_floating_point()]
+    return not sums or bool(torch.stack([s.float() for s in sums]).isfinite().all())
+
+# %% ../nbs/01_foundations/31_rounds.ipynb #e9f761a9
+def aggregated(
+    fed:Federation, # The run
+    state:dict, # Its state
+    times:dict, # Of `taking_part`
+    replies:dict, # Client to its reply, those of `usable`
+    r:int, # Which round, from 0
+) -> tuple[dict, dict]: # The next state without memory, and the replies that are in it
+    "The aggregate of what is finite; the state as it is where nothing is left"
+    if not replies: return {k: state[k] for k in state if k!='memory'},{}
+    p,old = fed.protocol,state['server']
+    weights = [times[i]*(len(fed.data.clients[i]) if p.weighting=='samples' else 1) for i in replies]
+    server = leaves(in_order, fed.method.merge(old, [a['message'] for a in replies.values()], weights))
+    new = dict(server=server, **merge_buffers(p.buffers, state, replies, weights))
+    spoilt = [] if finite(server, new['buffers']) else [i for i,a in replies.items() if not finite(a['message'], a['buffers'])]
+    misshapen = kind(server['w'])!=kind(old['w'])
+    if not spoilt and not misshapen: return new,replies
+    for i in spoilt or replies: set_aside(fed, r, i, 'its message is not finite' if spoilt else f'aggregated, {difference(server["w"], old["w"])}')
+    return aggregated(fed, state, times, {i: a for i,a in replies.items() if i not in spoilt} if spoilt else {}, r)
+
+# %% ../nbs/01_foundations/31_rounds.ipynb #1e720b34
+def told(
+    fed:Federation, # The run
+    state:dict, # Its state
+    ids:list, # The clients that were not drawn
+    r:int, # Which round, from 0
+) -> tuple[dict, int]: # Client's name to its memory, and the bytes sent
+    "What clients that were not drawn keep of a round; nothing is sent to them by most methods"
+    if usual(fed.method, 'receive') or not ids: return {},0
+    views = client_views(fed, state, ids, r)
+    def heard(c):
+        with draws(fed, c, 'receive'): return fed.method.receive(c)
+    return {str(c.id): heard(c) for c in views},sum(nbytes(c.message) for c in views)
 
 # %% ../nbs/01_foundations/31_rounds.ipynb #7e22d62d
 def merged(
@@ -241,12 +373,14 @@ def merged(
     r:int, # Which round, from 0
 ) -> tuple[dict, list]: # The next state, and rows [round, client, metric, value]
     "What the server makes of a round's replies"
-    p = fed.protocol
-    weights = [t*(len(fed.data.clients[i]) if p.weighting=='samples' else 1) for i,t in times.items()]
-    server = leaves(in_order, fed.method.merge(state['server'], [a['message'] for a in replies], weights))
-    memory = state['memory'].after({str(i): a['memory'] for i,a in zip(times, replies)})
-    rows = [[r+1, None, k, sum(a[v] for a in replies)/d] for k,v,d in (('train_loss','loss',len(replies)), ('bytes_down','down',1), ('bytes_up','up',1))]
-    return dict(server=server, memory=memory, **merge_buffers(p.buffers, state, dict(zip(times, replies)), weights)), rows
+    replies = dict(zip(times, replies))
+    new,good = aggregated(fed, state, times, usable(fed, state, replies, r), r)
+    kept,down = told(fed, state, [i for i in range(len(fed.data.clients)) if i not in times], r)
+    memory = state['memory'].after({str(i): a['memory'] for i,a in good.items()} | kept)
+    sums = {k: sum(a[k] for a in good.values()) for k in ('loss','down','up')}
+    rows = [['train_loss', sums['loss']/len(good)]] if good else []
+    rows += [['bytes_down', sums['down']+down], ['bytes_up', sums['up']]]
+    return dict(new, memory=memory), [[r+1, None, *row] for row in rows] + [[r+1, i, 'set_aside', 1.] for i in times if i not in good]
 
 # %% ../nbs/01_foundations/31_rounds.ipynb #5cae3527
 def one_round(
@@ -271,10 +405,11 @@ def score(
     batch_size:int=None, # Samples at a time; `None`: what a processor's cache holds, or much on a GPU
     label_smoothing:float=0., # Share of the target spread over all classes
 ) -> tuple[Tensor, Tensor]: # Per sample, whether it is right, and the cross-entropy
-    "Correctness and loss of every sample, in evaluation mode"
+    "Correctness (0 or 1) and loss of every sample, in evaluation mode; NaN where the network's answer is not finite"
     w = leaves(channels_last, w)
     z = torch.cat([net.logits(w, buffers, channels_last(prepare(b))) for b in x.split(batch_size or (250 if x.device.type=='cpu' else 2000))])
-    return z.argmax(1) == y, torch.nn.functional.cross_entropy(z, y, reduction='none', label_smoothing=label_smoothing)
+    right = torch.where(z.isfinite().all(1), (z.argmax(1)==y).double(), torch.nan) # the largest of NaNs would be class 0
+    return right, torch.nn.functional.cross_entropy(z, y, reduction='none', label_smoothing=label_smoothing)
 
 # %% ../nbs/01_foundations/31_rounds.ipynb #e6178a9d
 def means(
@@ -329,7 +464,7 @@ def evaluate_personal(
         return [[r, i, 'personal_accuracy', 100*a] for i,a in zip(parts, means(right, list(parts.values())))]
     for i,idx in parts.items():
         c = client_view(fed, state, i, r)
-        with seeded(fed.seed, 'adapting', i, device=str(x.device)): w = fed.method.adapt(fed.method.personal(state['server'], c.memory), c)
+        with seeded(fed.seed, 'personal', i, device=str(x.device)): w = fed.method.personal(c)
         right,_ = score(fed.net, w, c.buffers, x[idx], y[idx], fed.data.prepare)
         rows.append([r, i, 'personal_accuracy', 100*right.double().mean().item()])
     return rows
@@ -337,8 +472,7 @@ def evaluate_personal(
 # %% ../nbs/01_foundations/31_rounds.ipynb #1bfaa8bf
 def shared(fed:Federation) -> bool:
     "Are all clients scored on the global model, which needs to be scored but once?"
-    m = type(fed.method)
-    return m.personal is FedAvg.personal and m.adapt is FedAvg.adapt and fed.protocol.buffers != 'local'
+    return usual(fed.method, 'personal') and usual(fed.method, 'send') and fed.protocol.buffers != 'local'
 
 # %% ../nbs/01_foundations/31_rounds.ipynb #ae7d7b1a
 AT_ONCE = 2**26 # Bytes of prepared samples that are kept, training and test together
@@ -377,22 +511,38 @@ def body_features(x:Tensor, net:Net, prepare) -> Tensor: # [n, d]
     "The features of images, remembered as long as the same tensors are asked for"
     return extract(x, net.module.body, prepare, device=str(x.device)).to(x.device)
 
+# %% ../nbs/01_foundations/31_rounds.ipynb #ad956132
+@lru_cache(maxsize=8)
+def contents(t:Tensor) -> str: # 16 hexadecimal digits
+    "A hash of a tensor, remembered"
+    return fingerprint(str(t.dtype), list(t.shape), t.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+
+def identity(
+    fed:Federation, # The run
+) -> str: # 16 hexadecimal digits
+    "A hash of everything that a run depends on but the number of its rounds"
+    d,p = fed.data,{k: v for k,v in fed.protocol.settings().items() if k!='rounds'}
+    samples = [contents(t) for t in (d.x, d.y, *d.test, *(d.validation or ()))] + [contents(d.prepare(d.x[:1]))]
+    clients = [np.asarray(i).tolist() for i in [*d.clients, *(d.test_clients or [])]]
+    return fingerprint(type(fed.method).__qualname__, fed.method.settings(), repr(fed.local), p, fed.seed, weights_fingerprint(fed.net.module), fed.net.frozen, samples, clients)
+
 # %% ../nbs/01_foundations/31_rounds.ipynb #7059872b
 def course(
-    fed:Federation, # The run, `ready`
+    fed:Federation, # The run
     checkpoint:Path=None, # A .safetensors file that is written after each round and taken up again
     on_round=lambda r: None, # Told the number of rounds done
 ): # Yields (run, state, clients, round), takes their replies; in the end it returns the last state, and rows [round, client, metric, value]
     "All rounds of a run, as questions; personal models are scored after the last"
     checkpoint = checkpoint and Path(checkpoint)
-    state,rows,done,p = begin(fed, checkpoint and checkpoint.with_suffix('.memory')),[],0,fed.protocol
-    if checkpoint and checkpoint.exists(): state,rows,done = resume(checkpoint, state)
+    run,fed = checkpoint and identity(fed),ready(fed)
+    state,rows,done,p = begin(fed, checkpoint and checkpoint.with_suffix('.memory')),[],-fed.method.opening,fed.protocol
+    if checkpoint and checkpoint.exists(): state,rows,done = resume(checkpoint, state, run)
     for r in range(done, p.rounds):
         times = taking_part(fed, r)
         after,new = merged(fed, state, times, (yield fed, state, list(times), r), r)
-        rows += new + validate(fed, after, r+1)
-        if (r+1)%p.evaluate_every==0 or r+1==p.rounds: rows += evaluate(fed, after, r+1)
-        if checkpoint: save({**after, **{k: written(after[k]) for k in OF_CLIENTS}}, checkpoint, round=str(r+1), rows=json.dumps(rows))
+        rows += new + (validate(fed, after, r+1) if r >= 0 else [])
+        if r >= 0 and (r+1)%p.evaluate_every==0 or r+1==p.rounds: rows += evaluate(fed, after, r+1)
+        if checkpoint: save({**after, **{k: written(after[k]) for k in OF_CLIENTS}}, checkpoint, round=str(r+1), rows=json.dumps(rows), run=run)
         state = after # up to here the rows that the last checkpoint names were held
         on_round(r+1)
     if fed.data.test_clients: rows += evaluate_personal(fed, state, p.rounds)
@@ -421,17 +571,22 @@ def run(
     on_round=lambda r: None, # Told the number of rounds done
 ) -> tuple[dict, list]: # The last state, and rows [round, client, metric, value]
     "All rounds; personal models are scored after the last"
-    return abreast([course(ready(fed), checkpoint, on_round)], lambda asked: [engine(*a) for a in asked])[0]
+    return abreast([course(fed, checkpoint, on_round)], lambda asked: [engine(*a) for a in asked])[0]
 
 # %% ../nbs/01_foundations/31_rounds.ipynb #2f559287
+class Other(Exception): "A checkpoint is of another run"
+
 def resume(
     checkpoint:Path, # What `run` wrote
     fresh:dict, # The state of `begin`
+    run:str, # The `identity` of the run that wants it
 ) -> tuple[dict, list, int]: # The state, the rows so far, the rounds done
-    "Take a run up again; raises `Refused` for a file that cannot be read"
+    "Take a run up again; raises `Refused` for a file that cannot be read, or that another run wrote"
     try:
         state,notes = load(checkpoint, next(iter(flatten(fresh['server']).values())).device)
+        if notes['run']!=run: raise Other
         state = leaves(in_order, state)
         kept = {k: read_back(state.get(k, {}), fresh[k].folder) for k in OF_CLIENTS}
+    except Other: raise Refused(f'The checkpoint {checkpoint} is of another run: its method, network, data or settings differ; give another file, or delete it to start the run anew.') from None
     except Exception as e: raise Refused(f'The checkpoint {checkpoint} cannot be read ({e}); delete it to start the run again.') from e
     return {**{k: {} for k in fresh}, **state, **kept}, json.loads(notes['rows']), int(notes['round'])

@@ -4,10 +4,11 @@
 
 # %% auto #0
 __all__ = ['tmap', 'weighted_mean', 'squared_distance', 'gradient', 'leaves', 'clone', 'side_by_side', 'alike', 'as_one', 'apart',
-           'channels_last', 'in_order', 'flatten', 'nest', 'save', 'load']
+           'channels_last', 'in_order', 'flatten', 'nest', 'checksum', 'save', 'load']
 
 # %% ../nbs/01_foundations/03_tensors.ipynb #28b3ecb8
 from collections.abc import Mapping
+from hashlib import sha256
 import json
 from pathlib import Path
 import torch
@@ -131,6 +132,18 @@ def nest(
         d[last] = t
     return tree
 
+# %% ../nbs/01_foundations/03_tensors.ipynb #3961bf59
+def checksum(
+    flat:dict, # Full names to tensors, contiguous
+    notes:dict, # Short texts
+) -> str: # Hexadecimal digits
+    "A hash of names, types, shapes, values and notes"
+    h = sha256(json.dumps(notes, sort_keys=True).encode())
+    for k,t in flat.items():
+        h.update(f'{k} {t.dtype} {list(t.shape)}'.encode())
+        h.update(t.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+    return h.hexdigest()
+
 # %% ../nbs/01_foundations/03_tensors.ipynb #21db2f96
 def save(
     tree:dict, # Tensors in nested dicts
@@ -139,16 +152,20 @@ def save(
 ):
     "Write `tree` as safetensors, all or nothing"
     from safetensors.torch import save_file
-    flat = flatten(tree)
-    with writing(path) as part: save_file({k: v.detach().contiguous().cpu().clone() for k,v in flat.items()}, part, dict(notes, order=json.dumps(list(flat))))
+    flat = {k: v.detach().contiguous().cpu().clone() for k,v in flatten(tree).items()}
+    notes = dict(notes, order=json.dumps(list(flat)))
+    with writing(path) as part: save_file(flat, part, dict(notes, checksum=checksum(flat, notes)))
 
 # %% ../nbs/01_foundations/03_tensors.ipynb #abcd6356
 def load(
     path:Path|str, # A .safetensors file
     device:str='cpu', # Where the tensors go
 ) -> tuple[dict, dict]: # The tree, its names in the order in which they were saved, and the notes of the header
-    "Read what `save` wrote, into memory of its own: a tensor mapped from a file dies with the file"
+    "Read what `save` wrote, into memory of its own: a tensor mapped from a file dies with the file; raises `ValueError` where a bit of it has changed"
     from safetensors import safe_open
     with safe_open(path, 'pt', device=str(device)) as f:
         notes = f.metadata() or {}
-        return nest({k: f.get_tensor(k).clone() for k in json.loads(notes.pop('order', 'null')) or f.keys()}), notes
+        told,names = notes.pop('checksum', None),json.loads(notes.get('order', 'null')) or f.keys()
+        flat = {k: f.get_tensor(k).clone() for k in names}
+    if told != checksum(flat, notes): raise ValueError('its checksum is not that of its contents')
+    return nest(flat), {k: v for k,v in notes.items() if k!='order'}

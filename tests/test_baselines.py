@@ -111,7 +111,7 @@ def test_fedspu_trains_sends_and_merges_active_rows_only():
         assert torch.equal(w[k][mask[k]], state['server']['w'][k][mask[k]]) and torch.equal(w[k][~mask[k]], state['memory']['0']['own'][k][~mask[k]])
     r = one_by_one(fed, state, [0], 1)[0]
     for k in w: assert torch.equal(r['memory']['own'][k][~mask[k]], state['memory']['0']['own'][k][~mask[k]])
-    assert sum(v.numel() for v in r['message']['values'].values())==sum(m.sum() for m in mask.values()) and same(fed.method.personal(state['server'], r['memory']), r['memory']['own'])
+    assert sum(v.numel() for v in r['message']['values'].values())==sum(m.sum() for m in mask.values()) and same(fed.method.personal(replace(c, memory=r['memory'])), r['memory']['own'])
 
 def test_fedspu_gives_clients_unlike_shares_unless_told_one():
     fed = whole(FedSPU(), rounds=1, per_round=4)
@@ -162,7 +162,7 @@ def test_feddbe_pulls_features_to_the_consensus():
 def test_feddbe_personal_model_is_the_shifted_one_and_the_mean_is_never_sent():
     fed = whole(FedDBE(), rounds=2, per_round=4)
     state = run(fed)[0]
-    c,w = client_view(fed, state, 2, 2),fed.method.personal(state['server'], state['memory']['2'])
+    c = client_view(fed, state, 2, 2); w = fed.method.personal(c)
     z = c.net.features(state['server']['w'], {}, c.x)+state['memory']['2']['mean']
     torch.testing.assert_close(c.net.logits(w, {}, c.x), c.net.head(state['server']['w'], z))
     r = one_by_one(fed, state, [2], 2)[0]
@@ -176,7 +176,7 @@ def test_fedas_aligns_the_body_and_keeps_the_head():
     goal = class_means(c.net.features(own, {}, x), c.y, 3)[0][c.y]
     def gap(w): return F.mse_loss(c.net.features(w, {}, x), goal)
     assert gap(w) < gap(state['server']['w']) and all(torch.equal(w[k], own[k]) for k in w if k.startswith('head'))
-    personal = fed.method.personal(state['server'], state['memory']['1'])
+    personal = fed.method.personal(client_view(fed, state, 1, 2))
     assert all(torch.equal(v, (own if k.startswith('head') else state['server']['w'])[k]) for k,v in personal.items())
 
 def test_fedas_weighs_by_the_squared_gradients_of_its_batches():
@@ -240,4 +240,4 @@ def test_local_training_is_fedavg_with_one_client_and_sends_nothing():
     alone = replace(fed, method=FedAvg(), protocol=replace(fed.protocol, per_round=1))
     w = begin(alone)
     for r in range(3): reply = one_by_one(alone, w, [2], r)[0]; w = dict(w, server=dict(w=reply['message']['w']))
-    assert same(fed.method.personal(state['server'], state['memory']['2']), w['server']['w'])
+    assert same(fed.method.personal(client_view(fed, state, 2, 3)), w['server']['w'])

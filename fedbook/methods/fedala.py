@@ -51,4 +51,4 @@ class FedALA(FedAvg):
         return {**w, **mix(own, new, a)}, dict(memory, a=a, learnt=torch.tensor(True))
 
     def finish(self, w, c): return dict(w=w), dict(c.memory, own=w)
-    def personal(self, state, memory): return memory.get('own', state['w'])
+    def personal(self, c): return c.memory.get('own', c.message['w'])

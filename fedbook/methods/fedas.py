@@ -47,4 +47,4 @@ class FedAS(FedAvg):
     def merge(self, state, messages, weights): # the trace takes the place of the number of samples
         return super().merge(state, messages, [m['trace'].item() for m in messages])
 
-    def personal(self, state, memory): return {k: memory['own'][k] if k.startswith('head.') and memory else v for k,v in state['w'].items()}
+    def personal(self, c): return {k: c.memory['own'][k] if k.startswith('head.') and c.memory else v for k,v in c.message['w'].items()}

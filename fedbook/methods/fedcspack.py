@@ -124,6 +124,7 @@ def scratch(which:str, n:int, dtype, device) -> Tensor: # [n], kept from client 
 @dataclass(frozen=True)
 class FedCSPACK(FedAvg):
     "Send the packs that turned farthest, merge them by dual weights (paper 003, Algorithm 1)"
+    ragged = 'at','packs','weight'
     size: int = setting(1024, 'numbers in a pack, PACK', paper='512–1024', released=1024, low=1)
     budget: int = setting(None, 'packs sent at most, K; none: all with θ_j < θ_a', released=None, low=1)
     bytes: int = setting(None, 'bytes that the packs, their places and weights may take; none: as many as they are', low=1)
@@ -142,12 +143,13 @@ class FedCSPACK(FedAvg):
 
     def server(self, w): return dict(super().server(w), valid=torch.ones(len(pack(flat(w), self.size)), dtype=torch.bool, device=flat(w).device))
     def send(self, state, i): return dict(w=state['w'], valid=state['valid'])
-    def start(self, c): return self.personal(c.message, c.memory), {}
+    def start(self, c): return self.personal(c), {}
 
-    def personal(self, state, memory): # what the server has just moved is the server's, the rest its own
-        if self.variant=='released' or 'own' not in memory: return state['w']
-        g = pack(flat(state['w'], self.size), self.size)
-        return unflat(torch.where(state['valid'][:,None], g, pack(flat(memory['own'], self.size), self.size)).flatten(), state['w'])
+    def personal(self, c): # what the server has just moved is the server's, the rest its own
+        w = c.message['w']
+        if self.variant=='released' or 'own' not in c.memory: return w
+        g = pack(flat(w, self.size), self.size)
+        return unflat(torch.where(c.message['valid'][:,None], g, pack(flat(c.memory['own'], self.size), self.size)).flatten(), w)
 
     def finish(self, w, c):
         n,first = self.size*len(c.message['valid']),next(iter(w.values()))

@@ -42,7 +42,7 @@ class FedDBE(FedAvg):
         if 'consensus' in state: return new
         return dict(new, consensus=weighted_mean([dict(z=m['consensus']) for m in messages], weights)['z'])
 
-    def personal(self, state, memory): # a shift of the features is a shift of the head's bias
-        w = state['w']
+    def personal(self, c): # a shift of the features is a shift of the head's bias
+        w = c.message['w']
         weight,bias = list(w)[-2:]
-        return {**w, bias: w[bias] + w[weight] @ memory['mean']} if 'mean' in memory else w
+        return {**w, bias: w[bias] + w[weight] @ c.memory['mean']} if 'mean' in c.memory else w

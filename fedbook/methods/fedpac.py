@@ -82,4 +82,4 @@ class FedPAC(FedAvg):
         prototypes = sum(m['means']*m['counts'][:,None] for m in messages)/counts.clamp_min(1)[:,None]
         return dict(super().merge(state, messages, weights), heads={**state.get('heads', {}), **mine}, prototypes=prototypes, known=counts > 0)
 
-    def personal(self, state, memory): return {**state['w'], **memory.get('head', {})}
+    def personal(self, c): return {**c.message['w'], **c.memory.get('head', {})}

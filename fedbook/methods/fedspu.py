@@ -34,6 +34,7 @@ SHARES = (.2, .4, .6, .8, 1.)
 @dataclass(frozen=True)
 class FedSPU(FedAvg):
     "Update and send a random share of the neurons, keep the rest (Niu, Dong and Qin 2025, Algorithm 1)"
+    ragged = 'values','mask'
     share: float = setting(None, 'share r of active neurons; `None`: by client, in turn 0.2, 0.4, 0.6, 0.8 and 1', paper='0.2 to 1', released='0.2 to 1, in five blocks of clients', above=0, high=1)
 
     def client(self, w): return dict(own=w)
@@ -53,4 +54,4 @@ class FedSPU(FedAvg):
             total,moved = tmap(lambda t,s: t + n*s, total, sent),tmap(lambda t,d: t + n*d, moved, change)
         return dict(state, w=tmap(lambda w,d,t: w + d/t.clamp_min(1e-30), state['w'], moved, total))
 
-    def personal(self, state, memory): return memory['own']
+    def personal(self, c): return c.memory['own']

@@ -17,4 +17,4 @@ class LocalOnly(FedAvg):
     def start(self, c): return c.memory.get('own', c.net.weights()), {}
     def finish(self, w, c): return {}, dict(own=w)
     def merge(self, state, messages, weights): return state
-    def personal(self, state, memory): return memory.get('own', state['w'])
+    def personal(self, c): return c.memory.get('own', c.net.weights())

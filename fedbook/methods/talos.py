@@ -148,6 +148,7 @@ def dense(message:dict, base:dict) -> dict: # Name to tensor
 @dataclass(frozen=True)
 class TaLoS(FedAvg):
     "FedAvg that trains the least or the most sensitive weights only (paper 000, section 3; Iurada et al. 2025)"
+    ragged = 'values','mask'
     sparsity: float = setting(.6, 'share of the weights that do not train', paper=.6, released=.6)
     keep: str = 'most' # The 'least' or the 'most' sensitive weights train
     mode: str = 'full' # What can train: all layers ('full') or the 'head'
