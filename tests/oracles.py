@@ -384,7 +384,7 @@ def pac_statistics(f, y, C):
 
 def simplex_qp(P):
     "The point of the simplex with the least αᵀPα, for P positive semi-definite: the best of the stationary points of all faces"
-    m,best = len(P),None
+    m,best,P = len(P),None,P/P.abs().max()
     for k in range(1, m+1):
         for face in map(list, combinations(range(m), k)):
             K = torch.ones(k+1, k+1, dtype=torch.float64)

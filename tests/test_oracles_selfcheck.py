@@ -96,6 +96,14 @@ def test_nova_sees_gradients_that_never_change(momentum, mu, coupled):
         w = w - .1*(buf + (0. if coupled else mu*w))
     assert close(-w/O.accumulation(4, .1, momentum, mu, coupled).abs().sum(), .1*g)
 
+def test_nova_counts_steps():
+    "Six and four steps, nine and six samples: τ_eff = .6·6 + .4·4 = 5.2"
+    w,clients,rounds = toy()
+    a = O.oracle_fednova(w, clients, rounds, .1)
+    m,W = a[2]['messages'],a[1]['w']
+    assert (m[2]['norm'], m[1]['norm'])==(6, 4)
+    assert all(close(a[2]['w'][k], W[k]-5.2*(.6*(W[k]-m[2]['w'][k])/6+.4*(W[k]-m[1]['w'][k])/4)) for k in W)
+
 # ---- MOON
 
 def test_contrast():
@@ -112,6 +120,19 @@ def test_moon_first_round_has_no_contrast_and_a_late_joiner_has():
     assert same(a[0]['w'], b[0]['w'])
     late = [O.oracle_moon(w, clients, rounds, .1, mu=mu)[2]['messages'][2]['w'] for mu in (5., 5.01)]
     assert not same(*late, tol=1e-6)
+
+def test_moon_late_joiner_leaves_its_first_weights():
+    "By hand: cosines from torch, the former model is w0, the server's is round 1's"
+    w,clients,rounds = toy(moon=True)
+    b = rounds[2][2][0]; rounds[2][2] = [b]
+    out = O.oracle_moon(w, clients, rounds, .1, mu=5.)
+    W = {k: t.clone().requires_grad_() for k,t in out[1]['w'].items()}
+    X,y = clients[2][0][b],clients[2][1][b]
+    z,old,new = (O.moon_features(v, X) for v in (W, w, out[1]['w']))
+    sim = torch.stack([nn.functional.cosine_similarity(z, t) for t in (new, old)], 1)/.5
+    loss = nn.functional.cross_entropy(O.moon_head(W, z), y) + 5*nn.functional.cross_entropy(sim, torch.zeros(len(y), dtype=torch.long))
+    g = dict(zip(W, torch.autograd.grad(loss, list(W.values()))))
+    assert same(out[2]['messages'][2]['w'], {k: W[k].detach()-.1*g[k] for k in W})
 
 # ---- FedSPU
 
@@ -145,6 +166,12 @@ def test_spu_inactive_entries_stand_still():
         for p in [o['w'], *o['personal'].values()]: assert torch.equal(p['body.weight'][rest], w['body.weight'][rest]) and torch.equal(p['head.weight'][:,rest], w['head.weight'][:,rest])
     assert out[0]['up_numbers'][0]==2*6+2+3*2+3 and same(out[-1]['personal'][3], w)
 
+def test_spu_weighs_by_batches():
+    "Four and nine samples in batches of three: weights 2 and 3"
+    w,clients,rounds = toy()
+    o = O.oracle_fedspu(w, clients, [{0: rounds[0][0], 2: rounds[2][2]}], .1, {(0, 0): None, (0, 2): None}, 3)[0]
+    assert same(o['w'], O.mean([o['personal'][0], o['personal'][2]], [2, 3]))
+
 # ---- FedALA
 
 def test_ala_step():
@@ -170,6 +197,40 @@ def test_ala_lets_the_only_client_of_the_last_round_alone():
     out = O.oracle_fedala(w, clients, [{0: rounds[0][0]}], .1, {(1, i): 0 for i in (1, 2, 3)})
     assert same(out[0]['personal'][0], out[0]['messages'][0]['w']) and close(out[0]['A'][0]['head.bias'], T(1, 1, 1))
 
+@pytest.mark.parametrize('threshold,passes', [(1.02, 11), (.98, None)])
+def test_ala_first_learning_looks_at_the_last_batch_of_ten_passes(monkeypatch, threshold, passes):
+    "Losses 0, 2, 0, 2, … of the last batch have the population deviation 1 (sample: 1.054), whatever the first batch's are"
+    seen = []
+    def scripted(v, x, y):
+        g = any(t.requires_grad for t in v.values())
+        if len(x)==1 and not g: seen.append(2.*(len(seen)%2))
+        return sum(t.sum() for t in v.values())*0 + (seen[-1] if len(x)==1 else 100.*len(seen)**2)
+    w,clients,_ = toy()
+    monkeypatch.setattr(O, 'plain', scripted)
+    args = w,{k: t+1 for k,t in w.items()},{k: torch.ones_like(w[k]) for k in list(w)[-2:]}
+    def mix(first): return O.ala_mix(*args, first, clients[0], 0, 1., 3, 1., 2, threshold)
+    if passes is None:
+        with pytest.raises(AssertionError, match='settle'): mix(True)
+    else: assert mix(True)[2] is False and len(seen)==passes
+    seen.clear(); mix(False)
+    assert len(seen)==1
+
+def test_ala_slice():
+    "⌊.8·6⌋ = 4 samples from the second on, in two batches"
+    w,clients,_ = toy()
+    own,new = w,{k: t*.5+.1 for k,t in w.items()}
+    A = {k: torch.ones_like(w[k]) for k in ('head.weight','head.bias')}
+    X,y = clients[1]
+    mixed = dict(new)
+    for b in (slice(1, 4), slice(4, 5)):
+        v = {k: t.clone().requires_grad_() for k,t in mixed.items()}
+        g = dict(zip(v, torch.autograd.grad(nn.functional.cross_entropy(O.logits(v, X[b]), y[b]), list(v.values()))))
+        for k in A:
+            A[k] = (A[k]-5*g[k]*(new[k]-own[k])).clamp(0, 1)
+            mixed[k] = own[k]+(new[k]-own[k])*A[k]
+    got = O.ala_mix(own, new, {k: torch.ones_like(t) for k,t in A.items()}, False, clients[1], 1, .8, 3, 5., 2)
+    assert same(got[0], mixed) and same(got[1], A) and (A['head.weight']<1).any()
+
 # ---- FedDBE
 
 def test_dbe_running_mean_and_term():
@@ -193,6 +254,27 @@ def test_dbe_mean_moves_by_the_gradient_of_the_logits():
     out = O.oracle_feddbe(w, clients, [{0: [torch.arange(4)]}], .1, {0: [torch.arange(4)]})
     err = (O.logits(w, X).softmax(1)-nn.functional.one_hot(y, 3)).mean(0)
     assert close(out[0]['personal'][0]['mean'], -.1*w['head.weight'].T @ err)
+
+def test_dbe_consensus_is_the_mean_over_all_samples():
+    "One batch per client and μ = 1: Σ n_i/n r_i is the mean feature of all samples together"
+    w,clients,rounds = toy()
+    o = O.oracle_feddbe(w, clients, rounds[:1], .1, {i: [torch.arange(len(y))] for i,(_,y) in enumerate(clients)})[0]
+    assert close(o['consensus'], O.features(w, torch.cat([X for X,_ in clients])).mean(0))
+
+def test_dbe_two_steps():
+    "By hand, μ = .3: the second step's running mean holds .21 of the first batch's mean, without a gradient"
+    w,clients,rounds = toy()
+    bs,prep = rounds[0][1][:2],{i: [torch.arange(len(y))] for i,(_,y) in enumerate(clients)}
+    o = O.oracle_feddbe(w, clients, [{1: bs}], .1, prep, .3, 2.)[0]
+    v,r = {**w, 'mean': torch.zeros(5, dtype=torch.float64)},0
+    for b in bs:
+        v = {k: t.detach().requires_grad_() for k,t in v.items()}
+        f = O.features(v, clients[1][0][b])
+        now = .7*r+.3*f.mean(0)
+        loss = nn.functional.cross_entropy((f+v['mean']) @ v['head.weight'].T + v['head.bias'], clients[1][1][b]) + 2*((now-o['consensus'])**2).sum()/2/5
+        g = torch.autograd.grad(loss, list(v.values()))
+        v,r = {k: t-.1*d for (k,t),d in zip(v.items(), g)},now.detach()
+    assert same(o['personal'][1], {k: t.detach() for k,t in v.items()})
 
 # ---- FedAS
 
@@ -220,6 +302,21 @@ def test_as_weighs_by_squared_gradients():
     a,b = o['messages'][0]['score'],o['messages'][1]['score']
     assert close(a, total) and close(o['w']['head.bias'], (a*o['personal'][0]['head.bias']+b*o['personal'][1]['head.bias'])/(a+b))
 
+def test_as_start():
+    "Without training a client is the received body, one step nearer to its own body's class means, and its own head"
+    w,clients,rounds = toy()
+    empty = [*rounds[:2], {0: []}]
+    steps = once(rounds[:2], clients)
+    one = torch.arange(4)
+    out = O.oracle_fedas(w, clients, empty, .1, {**steps, (2, 0): [one]}, {**steps, (2, 0): [one]}, .2)
+    X,y = clients[0]
+    own,W = out[1]['personal'][0],out[1]['w']
+    v = {k: t.clone().requires_grad_() for k,t in list(W.items())[:2]}
+    f,mine = O.features({**W, **v}, X),O.features(own, X)
+    loss = sum(nn.functional.mse_loss(f[y==c], mine[y==c].mean(0).expand_as(f[y==c])) for c in y.unique())
+    g = dict(zip(v, torch.autograd.grad(loss, list(v.values()))))
+    assert same(out[2]['personal'][0], {**own, **{k: W[k]-.2*g[k] for k in v}})
+
 # ---- FedPAC
 
 def test_pac_statistics():
@@ -246,6 +343,45 @@ def test_pac_heads_belong_to_participants():
     assert same(out[2]['personal'][3], {**out[2]['w'], 'head.weight': w['head.weight'], 'head.bias': w['head.bias']})
     assert torch.equal(out[2]['personal'][0]['head.weight'], out[1]['personal'][0]['head.weight']) and not close(out[2]['personal'][2]['head.weight'], w['head.weight'], 1e-6)
 
+def still(rounds): return [{i: [] for i in d} for d in rounds],{(r, i): [] for r,d in enumerate(rounds) for i in d}
+
+def test_pac_prototypes_are_means_over_all_samples_of_the_round():
+    w,clients,rounds = toy()
+    none,heads = still(rounds)
+    o = O.oracle_fedpac(w, clients, none, .1, heads)[2]
+    X,y = (torch.cat([clients[i][j] for i in (2, 1)]) for j in (0, 1))
+    assert all(close(o['prototypes'][c], O.features(w, X[y==c]).mean(0)) for c in range(3)) and o['prototypes'].keys()==set(y.tolist())
+
+def test_pac_phases_and_start():
+    "The head's phase moves the head alone, the body's the body alone; a client begins with the newest body and its mixed head"
+    w,clients,rounds = toy()
+    none,heads = still(rounds)
+    a = O.oracle_fedpac(w, clients, none[:1], .1, once(rounds[:1], clients))[0]['messages'][0]['w']
+    b = O.oracle_fedpac(w, clients, rounds[:1], .1, heads)[0]['messages'][0]['w']
+    moved = lambda v: [not torch.equal(v[k], w[k]) for k in w]
+    assert moved(a)==[False, False, True, True] and moved(b)==[True, True, False, False]
+    twice = [rounds[0], none[0]]
+    out = O.oracle_fedpac(w, clients, twice, .1, {**once(rounds[:1], clients), (1, 0): [], (1, 1): []})
+    assert all(same(out[1]['messages'][i]['w'], out[0]['personal'][i]) for i in (0, 1))
+
+def test_pac_pulls_from_the_second_round_on():
+    "By hand: one body step of a late joiner towards last round's prototypes, and its own class mean where that round had none"
+    w,clients,rounds = toy()
+    X,y = clients[0]; clients[0] = X,y.clamp(max=1) # no class 2 in round 0
+    X,y = clients[2]; y[:3] = torch.arange(3)
+    b = torch.arange(9)
+    heads = {(0, 0): [torch.arange(4)], (1, 2): []}
+    run = lambda lam: O.oracle_fedpac(w, clients, [{0: rounds[0][0]}, {2: [b]}], .1, heads, lam=lam, momentum=0., decay=0.)
+    out = run(3.)
+    assert same(out[0]['w'], run(0.)[0]['w']) and set(out[0]['prototypes'])=={0, 1}
+    full = {**out[0]['w'], 'head.weight': w['head.weight'], 'head.bias': w['head.bias']}
+    means = {**{2: O.features(full, X[y==2]).mean(0)}, **out[0]['prototypes']}
+    v = {k: t.clone().requires_grad_() for k,t in out[0]['w'].items()}
+    f = O.features({**full, **v}, X)
+    loss = nn.functional.cross_entropy(O.head(full, f), y) + 3*nn.functional.mse_loss(f, torch.stack([means[c] for c in y.tolist()]))
+    g = dict(zip(v, torch.autograd.grad(loss, list(v.values()))))
+    assert same(out[1]['w'], {k: v[k].detach()-.1*g[k] for k in v})
+
 # ---- FedCSPACK
 
 def test_packs_are_chosen_by_cosine():
@@ -259,6 +395,8 @@ def test_a_zero_pack_is_sent_and_the_last_is_filled():
     sent,why = O.choose_packs(T(1, 0, 3), T(1, 1, 0), 2)
     assert list(sent)==[1] and why['theta'][1]==0 and close(sent[1][1], T(3, 0))
     assert close(why['beta'][1], .5*log(.5*(1+e**3)/e**3)+.5*log(.5*(1+e**3)))
+
+def test_one_pack_is_never_below_the_whole(): assert O.choose_packs(T(1, 1), T(1, 0), 2)[0]=={}
 
 def test_packs_merge_by_weight_over_senders():
     "Weights 1 and 3, changes (0,1) and (4,1): (3,1) is added; a pack that nobody sent stays"
@@ -275,6 +413,9 @@ def test_clients_take_over_moved_packs_and_keep_the_others():
         for i,p in o['personal'].items(): assert torch.equal(O.flat(p), torch.where(m, G, before[i]))
         assert same(o['personal'][3], o['w']), 'a client never drawn holds the server model'
         assert o['moved']==set().union(*(x['changes'] for x in o['messages'].values())) and 0 < len(o['moved']) < 7
+    for n,o in enumerate(out[1:]):
+        for i,m in o['messages'].items():
+            for j,c in m['changes'].items(): assert torch.equal(c, (O.flat(o['trained'][i])-O.flat(out[n]['w']))[8*j:8*j+8])
     kept = O.flat(out[0]['personal'][0])!=O.flat(out[0]['w'])
     assert kept.any() and out[0]['down_numbers']=={0: 0, 1: 0} and out[2]['down_numbers'][2]==at(out[0]['moved']|out[1]['moved']).sum()
 
