@@ -6,10 +6,10 @@
 __all__ = ['OF_CLIENTS', 'AT_ONCE', 'Protocol', 'FederatedData', 'Federation', 'as_written', 'computes_bf16', 'begin',
            'sample_clients', 'client_views', 'client_view', 'local_step', 'draws', 'usual', 'begin_client',
            'end_client', 'client_round', 'merge_buffers', 'one_by_one', 'attempted', 'taking_part', 'SetAside',
-           'set_aside', 'form', 'outvoted', 'difference', 'usable', 'agreeing', 'finite', 'aggregated', 'told',
-           'merged', 'one_round', 'score', 'means', 'evaluate', 'globally', 'validate', 'evaluate_personal', 'shared',
-           'as_is', 'ready', 'converted', 'sample_bytes', 'prepared', 'body_features', 'contents', 'identity', 'course',
-           'abreast', 'run', 'Other', 'resume']
+           'set_aside', 'form', 'outvoted', 'difference', 'usable', 'flawed', 'agreeing', 'finite', 'aggregated',
+           'told', 'merged', 'one_round', 'score', 'means', 'evaluate', 'globally', 'validate', 'evaluate_personal',
+           'shared', 'as_is', 'ready', 'converted', 'sample_bytes', 'prepared', 'body_features', 'contents', 'identity',
+           'course', 'abreast', 'run', 'Other', 'resume']
 
 # %% ../nbs/01_foundations/31_rounds.ipynb #4791ad25
 from collections import Counter
@@ -309,7 +309,14 @@ def usable(
     for i,a in failed.items(): set_aside(fed, r, i, a['error'], a['traceback'])
     good = {i: a for i,a in replies.items() if i not in failed}
     for i in [i for i,a in good.items() if not np.isfinite(a['loss'])]: set_aside(fed, r, i, f'its training loss is {good.pop(i)["loss"]}')
-    return agreeing(fed, state, good, r)
+    return {i: a for i,a in agreeing(fed, state, good, r).items() if not flawed(fed, state, i, a, r)}
+
+def flawed(fed, state, i, reply, r):
+    "Has the method a reason of its own not to merge a message?"
+    if usual(fed.method, 'flaw'): return False
+    why = fed.method.flaw(state['server'], reply['message'])
+    if why: set_aside(fed, r, i, why)
+    return bool(why)
 
 # %% ../nbs/01_foundations/31_rounds.ipynb #4a7e75ec
 def agreeing(fed, state, replies, r):
