@@ -16,6 +16,7 @@ from collections import Counter
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from math import isfinite
 import json, traceback, warnings
 from pathlib import Path
 import numpy as np, torch
@@ -308,7 +309,7 @@ def usable(
         raise RuntimeError(f'No client of round {r+1} could train; all failed alike: {next(iter(failed.values()))["traceback"]}')
     for i,a in failed.items(): set_aside(fed, r, i, a['error'], a['traceback'])
     good = {i: a for i,a in replies.items() if i not in failed}
-    for i in [i for i,a in good.items() if not np.isfinite(a['loss'])]: set_aside(fed, r, i, f'its training loss is {good.pop(i)["loss"]}')
+    for i in [i for i,a in good.items() if not isfinite(a['loss'])]: set_aside(fed, r, i, f'its training loss is {good.pop(i)["loss"]}')
     return {i: a for i,a in agreeing(fed, state, good, r).items() if not flawed(fed, state, i, a, r)}
 
 def flawed(fed, state, i, reply, r):
@@ -323,12 +324,13 @@ def agreeing(fed, state, replies, r):
     "Replies whose messages have the accepted form"
     method,(first,*rest) = fed.method,[a['message'] for a in replies.values()] or [None]
     try:
-        if all(kind(m)==kind(first) for m in rest): return replies
+        like = kind(first)
+        if all(kind(m)==like for m in rest): return replies
     except AttributeError: pass # not all are trees of tensors
     forms = {i: form(a['message'], method.send(state['server'], i), method.ragged) for i,a in replies.items()}
     wrong,right = outvoted(forms)
-    like = next((a['message'] for i,a in replies.items() if i not in wrong), None)
-    for i in wrong: set_aside(fed, r, i, difference(replies[i]['message'], like, method.ragged) if right else 'its message is unlike the others\', and none of them is in the majority')
+    model = next((a['message'] for i,a in replies.items() if i not in wrong), None)
+    for i in wrong: set_aside(fed, r, i, difference(replies[i]['message'], model, method.ragged) if right else 'its message is unlike the others\', and none of them is in the majority')
     return {i: a for i,a in replies.items() if i not in wrong}
 
 # %% ../nbs/01_foundations/31_rounds.ipynb #d112f709
