@@ -270,7 +270,7 @@ def ceiling(
     "The accuracy up to which a model may be guessing, on the official test images"
     from scipy.stats import binom
     known = CATALOGUE.get(data)
-    return 100*binom.isf(ALPHA, known.n_test, 1/known.n_classes)/known.n_test if known else 0.
+    return (100*binom.isf(ALPHA, known.n_test, 1/known.n_classes)/known.n_test).item() if known else 0.
 
 # %% ../nbs/01_foundations/40_results.ipynb #7760f265
 GUESSED = ('accuracy','loss') # The metrics that mean nothing for a model that guesses
