@@ -166,7 +166,7 @@ def centre(
     values, # One number per seed; or an array, the seeds along its last axis
 ) -> tuple: # mean, its standard error (0 for a single value), number of seeds
     "What is known of a mean over seeds"
-    x = np.sort(np.asarray([*values], float), axis=-1)
+    x = np.sort(np.asarray(values, float), axis=-1)
     above,n = x-x[...,:1],x.shape[-1]
     return x[...,0]+above.mean(-1), above.std(-1, ddof=min(1, n-1))/n**.5, n
 
@@ -267,7 +267,7 @@ ALPHA = .025 # One-sided error rate of every decision: a 95 % interval leaves as
 def ceiling(
     data:str, # Name of a data set
 ) -> float: # In percent; 0 where the data set is not in the catalogue
-    "The accuracy up to which a model may be guessing, on the official test images"
+    "The highest accuracy that guesses on the official test images reach in more than 2.5 % of cases"
     from scipy.stats import binom
     known = CATALOGUE.get(data)
     return (100*binom.isf(ALPHA, known.n_test, 1/known.n_classes)/known.n_test).item() if known else 0.
