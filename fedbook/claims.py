@@ -76,7 +76,7 @@ def leaning(
     alive = [g for g,n in zip(gaps, near) if not n]
     least,seeds = min(map(np.mean, alive)),min(map(len, alive))
     lean,wanted = ('no', [g for g in alive if np.mean(g) < 0]) if least < 0 else ('yes', alive) if least > 0 else ('neither side', [])
-    needed = [] if lean=='yes' and any(near) else [needs(wanted, lean, len(gaps))]*bool(wanted)
+    needed = [needs(wanted, lean, len(gaps))] if wanted and not (lean=='yes' and any(near)) else []
     return ', '.join([f'leans to {lean}', f'{seeds} seed{"s"*(seeds > 1)}', *needed, *([f'{sum(near)} of {len(near)} pairs near chance'] if any(near) else [])])
 
 # %% ../nbs/01_foundations/42_claims.ipynb #e167a415
@@ -116,8 +116,8 @@ def outcome(
     "The verdict that the pairs of a claim give together"
     p = np.array([f.p for f in found])
     if np.isnan(p).any(): return 'diverged'
-    why = leaning([[sign*g for g in f.differences.values()] for f in found], near)
-    return {1: 'holds', -1: 'fails', 0: f'undecided: {why}'}[int(decided(p))]
+    if word := {1: 'holds', -1: 'fails'}.get(int(decided(p))): return word
+    return 'undecided: '+leaning([[sign*g for g in f.differences.values()] for f in found], near)
 
 # %% ../nbs/01_foundations/42_claims.ipynb #2a6fc233
 def against(a:dict, b:dict) -> str:
