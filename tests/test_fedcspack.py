@@ -5,6 +5,7 @@ import pytest, torch
 from hypothesis import given, strategies as st
 from fedbook.chapters.fedcspack import comparison_setting
 from fedbook.errors import Refused
+from fedbook.manifest import experiment
 from fedbook.method import FedAvg, Local
 from fedbook.methods import fedcspack
 from fedbook.methods.fedcspack import aggregate, divergence, FedCSPACK, fits, flat, pack, select, similarities, unflat
@@ -148,3 +149,8 @@ def test_a_message_that_does_not_fit_is_left_out_by_name(change, word):
 @pytest.mark.parametrize('bad,word', [(lambda: FedCSPACK(size=0), 'size'), (lambda: FedCSPACK(budget=0), 'budget'), (lambda: FedCSPACK(weights='cs'), 'weights'), (lambda: FedCSPACK(variant='x'), 'variant'), (lambda: pack(torch.ones(3), 0), 'pack')])
 def test_refusals(bad, word):
     with pytest.raises(Refused, match=word): bad()
+
+@pytest.mark.parametrize('profile', ['laptop','paper'])
+def test_in_table_2_only_emnist_has_other_data(profile):
+    p = experiment('003-table2').parameters(profile)
+    assert 'data' not in p['stand_in'] and [c for c,how in p['columns'].items() if 'data' in how.get('stand_in', {})]==['EMNIST/CNN']
