@@ -37,10 +37,11 @@ def outside(tmp_path, monkeypatch):
     def write(name, text):
         (tmp_path/f'{name}.py').write_text(text); importlib.invalidate_caches()
         return importlib.reload(sys.modules[name]) if name in sys.modules else importlib.import_module(name)
-    known = {*sys.modules}
     yield write
-    for m in {*sys.modules} - known: del sys.modules[m]
-    for n in [n for n,found in METHODS.items() if any(not m.startswith('fedbook.') for m in found)]: METHODS.pop(n)
+    for m in [m for m in sys.modules if (tmp_path/f'{m}.py').exists()]: del sys.modules[m]
+    for n in list(METHODS):
+        METHODS[n] = {m: c for m,c in METHODS[n].items() if m.startswith('fedbook.')}
+        if not METHODS[n]: METHODS.pop(n)
 
 OWN = 'from fedbook.method import FedAvg\nimport json, torch, equation_7\nclass Seventh(FedAvg):\n    def step(self, g, w, c): return equation_7.f(g)\n'
 
@@ -95,9 +96,8 @@ def test_what_cannot_be_told_apart_is_refused_with_the_way_out(tmp_path, code, n
 
 def test_a_name_with_two_meanings_is_refused(outside):
     own = 'from fedbook.method import FedAvg\nclass MOON(FedAvg):\n    def step(self, g, w, c): return 2*g\n'
-    METHODS.pop('moon', None)
+    import fedbook.methods.moon
     outside('theirs', own)
-    import fedbook.methods.moon; importlib.reload(fedbook.methods.moon)
     with pytest.raises(Refused, match="two methods 'moon', MOON of theirs and MOON of fedbook.methods.moon; give one of them another name"): Setting('mnist', method=dict(name='moon'))
     assert method('fedprox', mu=1.).mu==1
     METHODS['moon'].pop('theirs'); assert type(method('moon')) is fedbook.methods.moon.MOON
