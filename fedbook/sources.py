@@ -71,7 +71,7 @@ def read(
 
 # %% ../nbs/01_foundations/07_sources.ipynb #bebc766b
 @lru_cache(maxsize=None)
-def installed(path:str) -> bool: return not {'site-packages','dist-packages'}.isdisjoint(Path(path).parts)
+def installed(path:str) -> bool: return any(f'{p}-packages' in Path(path).parts for p in ('site','dist'))
 
 def counts(
     module:str, # A full name
