@@ -34,7 +34,7 @@ DIFFERENCES = [ # what, the paper says, the released code does, fedbook does
     ('where the mask is calibrated', 'silent', 'TaLoS: at the pretrained weights with a fresh head, the same mask in every round; pTaLoS: at the received model', 'intended: at the received model'),
     ('masked update', 'printed without a mask', 'the gradient is masked, weight decay is not: "frozen" weights move', 'printed: no mask; released: the leak; intended: masked weights keep every bit'),
     ('proximal term of pTaLoS', '"same objective as FedProx with TaLoS"', 'always there', 'as the code'),
-    ('layer selection', 'the k layers with the lowest average loss', 'the same quantity for every block, on other batches: a random choice', 'intended: the loss after one masked step of the block alone; also: without the block'),
+    ('layer selection', 'the k layers with the lowest average loss', 'the same quantity for every block, on other batches: a random choice', 'intended: the loss after one masked step of the block alone; also: without the block; losses within 0.00001 nats are level, and the first block is taken (released: one by chance)'),
     ('what a layer client trains', 'the k layers', 'the k blocks masked, head and final norm whole', 'printed: the blocks; else as the code'),
     ('threshold', 'T(t) = 1 − t/T_max', '1 − (t−1)/(T_max−1)', 'intended: as printed; released: the code\'s'),
 ]
