@@ -407,6 +407,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                   'fedbook/methods/fedspu.py'),
                                         'fedbook.methods.fedspu.FedSPU.finish': ( '02_methods/fedspu.html#fedspu.finish',
                                                                                   'fedbook/methods/fedspu.py'),
+                                        'fedbook.methods.fedspu.FedSPU.flaw': ( '02_methods/fedspu.html#fedspu.flaw',
+                                                                                'fedbook/methods/fedspu.py'),
                                         'fedbook.methods.fedspu.FedSPU.merge': ( '02_methods/fedspu.html#fedspu.merge',
                                                                                  'fedbook/methods/fedspu.py'),
                                         'fedbook.methods.fedspu.FedSPU.personal': ( '02_methods/fedspu.html#fedspu.personal',

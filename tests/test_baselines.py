@@ -247,6 +247,13 @@ def test_fedspu_means_all_who_sent_a_weight_whatever_their_order():
         assert got['w']['a.weight'].tolist()==[[1.5],[1.]] and got['w']['head.weight'].tolist()==[[1.5, 1.]]
     assert m.merge(state := m.server(w), [sent(3., 0)], [1])['w']['a.weight'].tolist()==[[3.],[0.]] and state['w']['a.weight'].tolist()==[[0.],[0.]]
 
+def test_fedspu_does_not_merge_neurons_that_the_network_has_not():
+    m,w = FedSPU(),{'a.weight': torch.zeros(2, 1), 'head.weight': torch.zeros(1, 2)}
+    state,good = m.server(w),cut(w, {'a.weight': torch.tensor([True, False])})
+    assert not m.flaw(state, good)
+    for bad in ({}, {'a.weight': torch.tensor([True])}, {'b.weight': torch.tensor([True, False])}): assert m.flaw(state, dict(good, neurons=bad))=='its neurons are not those of the network'
+    assert m.flaw(state, dict(good, neurons={'a.weight': torch.tensor([True, True])}))=="it holds [1] values of 'a.weight' for 2"
+
 def test_fedspu_gives_clients_unlike_shares_unless_told_one():
     fed = whole(FedSPU(), rounds=1, per_round=4)
     sent = [sum(v.numel() for v in r['message']['values'].values()) for r in one_by_one(fed, begin(fed), [0,1,2,3], 0)]

@@ -10,12 +10,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 from ..method import FedAvg
-from .talos import dense, Masked, sparse
+from .talos import dense, Masked, sparse, sparse_flaw
 from ..settings import setting
 from ..streams import stream
 from ..tensors import tmap
 
-# %% ../../nbs/02_methods/34_fedspu.ipynb #14d89092
+# %% ../../nbs/02_methods/34_fedspu.ipynb #220d5f17
 def layers(w:dict) -> list: # Names
     "The matrices and kernels of a network in their order; the last is the classifier's"
     return [k for k,t in w.items() if t.dim() > 1 and k.endswith('weight')]
@@ -29,7 +29,7 @@ def active(
     def some(t): return torch.from_numpy(draw.permutation(len(t)) < max(1, int(share*len(t)))).to(t.device)
     return {k: some(w[k]) for k in layers(w)[:-1]}
 
-# %% ../../nbs/02_methods/34_fedspu.ipynb #0824e5d8
+# %% ../../nbs/02_methods/34_fedspu.ipynb #f3780dee
 def reached(
     before:Tensor, # Whether each neuron of the layer before is active, [m]
     n:int, # Inputs
@@ -38,7 +38,7 @@ def reached(
     "The inputs that come from active neurons; all, where their number does not fit"
     return before.repeat_interleave(pixels) if len(before)*pixels==n else before.new_ones(n)
 
-# %% ../../nbs/02_methods/34_fedspu.ipynb #2743e11c
+# %% ../../nbs/02_methods/34_fedspu.ipynb #e56d20d5
 def masks(
     neurons:dict, # Of `active`
     w:dict, # Weights
@@ -53,7 +53,7 @@ def masks(
         else: out[k] = reached(now, len(t)) if t.dim()==1 else now.new_ones(t.shape)
     return out
 
-# %% ../../nbs/02_methods/34_fedspu.ipynb #41a8f4d3
+# %% ../../nbs/02_methods/34_fedspu.ipynb #648d0cf1
 def cut(w:dict, neurons:dict) -> dict: # values and neurons
     "The weights between active neurons, as they travel"
     return dict(values=sparse(w, masks(neurons, w))['values'], neurons=neurons)
@@ -62,7 +62,7 @@ def pasted(message:dict, base:dict) -> dict: # Name to tensor
     "`base` with the weights of a message in their places"
     return dense(dict(values=message['values'], mask=masks(message['neurons'], base)), base)
 
-# %% ../../nbs/02_methods/34_fedspu.ipynb #c864a532
+# %% ../../nbs/02_methods/34_fedspu.ipynb #65a61761
 SHARES = (.2, .4, .6, .8, 1.)
 
 @dataclass(frozen=True)
@@ -80,6 +80,11 @@ class FedSPU(FedAvg):
     def start(self, c): return pasted(c.message, c.memory['own']), dict(c.memory, mask=masks(c.message['neurons'], c.memory['own']))
     def update(self, w, g, s, scale, c): return Masked(c.local.optimiser, c.memory['mask']).update(w, self.step(g, w, c), s, scale)
     def finish(self, w, c): return cut(w, c.message['neurons']), dict(own=w)
+
+    def flaw(self, state, message):
+        w,neurons = state['w'],message['neurons']
+        if {k: t.shape for k,t in neurons.items()}!={k: w[k].shape[:1] for k in layers(w)[:-1]}: return 'its neurons are not those of the network'
+        return sparse_flaw(dict(values=message['values'], mask=masks(neurons, w)), w)
 
     def merge(self, state, messages, weights):
         w,total = state['w'],tmap(torch.zeros_like, state['w'])
