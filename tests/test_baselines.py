@@ -1,6 +1,8 @@
 "Baselines of paper 003: identities, closed forms, and first updates that differ from FedAvg's by the analytic amount."
+from copy import deepcopy
 from dataclasses import replace
-import pytest, torch, torch.nn.functional as F
+import warnings
+import numpy as np, pytest, torch, torch.nn.functional as F
 from fedbook.errors import Refused
 from fedbook.features import class_means
 from fedbook.features import class_means
@@ -11,12 +13,12 @@ from fedbook.methods.feddbe import FedDBE
 from fedbook.methods.fednova import accumulation, FedNova
 from fedbook.methods.fedntd import FedNTD, not_true_distillation
 from fedbook.methods.fedpac import FedPAC, head_weights
-from fedbook.methods.fedspu import active_rows, FedSPU
+from fedbook.methods.fedspu import active, cut, FedSPU, masks
 from fedbook.methods.localonly import LocalOnly
 from fedbook.methods.moon import contrast, MOON
-from fedbook.models import Classifier, part
+from fedbook.models import build, Classifier, Net, part
 from fedbook.optim import Cosine, SGD
-from fedbook.rounds import begin, begin_client, client_view, one_by_one, one_round, run, taking_part
+from fedbook.rounds import begin, begin_client, client_view, Federation, one_by_one, one_round, run, taking_part
 from fedbook.streams import seeded, stream
 from fedbook.tensors import gradient
 from fedbook.wire import nbytes
@@ -29,7 +31,8 @@ def close(a, b, **kw):
 
 @pytest.mark.parametrize('m', [MOON(mu=0.), FedNTD(beta=0.), FedSPU(share=1.)])
 def test_without_its_term_it_is_fedavg(m):
-    a,b = run(whole(m))[0]['server']['w'],run(whole(FedAvg()))[0]['server']['w']
+    fed = whole(m)
+    a,b = (run(f)[0]['server']['w'] for f in (fed, replace(fed, method=FedAvg())))
     if isinstance(m, FedSPU): close(a, b, rtol=1e-5, atol=1e-6) # another order of sums
     else: assert same(a, b)
 
@@ -93,23 +96,77 @@ def test_the_contrast_is_the_printed_formula():
     a,b = (F.cosine_similarity(z, o)/.5 for o in (g, p))
     torch.testing.assert_close(contrast(z, g, p), -(a.exp()/(a.exp()+b.exp())).log().mean())
 
-def first_step(m, memory=None, steps=1):
+def first_step(m, steps=1):
     "The client's model after some steps of SGD on all its samples, and what went in"
     fed = whole(m, sizes=(20,), per_round=1, rounds=1, local=Local(steps, 100, SGD(.1)))
     state = begin(fed)
-    if memory: state['memory'] = {'0': memory}
     return fed,one_by_one(fed, state, [0], 0)[0]['message']['w'],client_view(fed, state, 0, 0)
 
-def test_moon_s_first_update_differs_by_the_gradient_of_its_contrast():
-    other = {k: v+.3*torch.randn(v.shape, generator=torch.Generator().manual_seed(1)) for k,v in mlp(blocks=True).named_parameters()}
-    other = {k: v.detach() for k,v in other.items()}
-    fed,a,c = first_step(MOON(mu=2.), dict(previous=other))
-    _,b,_ = first_step(FedAvg())
-    w0 = c.message['w']
-    f = lambda w: c.net.features(w, {}, c.x)
-    g,_ = gradient(lambda w: contrast(f(w), f(w0).detach(), f(other).detach()), w0)
-    for k in b: torch.testing.assert_close(a[k], b[k]-.1*2*g[k], rtol=1e-4, atol=1e-6)
-    assert not same(a, b)
+def test_moon_puts_a_projection_between_body_and_head_once():
+    fed,bare = whole(MOON(width=5)),mlp(blocks=True)
+    shapes = {k: list(t.shape) for k,t in fed.net.weights().items() if not k.startswith('body.body')}
+    assert shapes=={'body.projection.0.weight': [8, 8], 'body.projection.0.bias': [8], 'body.projection.2.weight': [5, 8], 'body.projection.2.bias': [5], 'head.weight': [3, 5], 'head.bias': [3]}
+    assert isinstance(fed.net.module.body.projection[1], torch.nn.ReLU) and replace(fed, seed=1).net is fed.net and MOON().width==256
+    assert same({k: fed.net.weights()[f'body.{k}'] for k,_ in bare.named_parameters() if k.startswith('body')}, {k: t.detach() for k,t in bare.named_parameters() if k.startswith('body')})
+    assert same(fed.net.weights(), whole(MOON(width=5)).net.weights()) and not same(fed.net.weights(), whole(MOON(width=5), seed=1).net.weights())
+    assert set(one_by_one(fed, begin(fed), [0], 0)[0]['message']['w'])==set(fed.net.weights())
+
+def test_moon_s_projection_trains_on_a_frozen_body():
+    fed = whole(MOON())
+    net = MOON().network(Net(mlp(blocks=True), 'body.blocks'))
+    assert net.frozen==('body.body.blocks',) and MOON().network(net) is net
+    fed = Federation(MOON(), Net(mlp(blocks=True), 'body'), fed.data, fed.local, fed.protocol)
+    assert {k.split('.')[1] for k in fed.net.weights() if k.startswith('body')}=={'projection'} and not same(run(fed)[0]['server'], begin(fed)['server'])
+
+@pytest.mark.parametrize('module', [mlp(), mlp(blocks=True).body, Classifier(torch.nn.Linear(6, 3), torch.nn.Identity())])
+def test_moon_refuses_what_has_no_place_for_a_projection(module):
+    with pytest.raises(Refused, match='MOON puts a projection between body and head; it needs a Classifier whose head has a linear layer'): federation(MOON(), module=module)
+
+@pytest.mark.parametrize('local', [Local(2, 4, SGD(.1, .9, 1e-3)), Local(1, 4, SGD(.1), label_smoothing=.1, precision='bf16')])
+def test_moon_without_its_term_is_fedavg_to_the_bit_with_draws_and_buffers(local):
+    "One pass: dropout is drawn once, and BatchNorm's statistics move once"
+    with warnings.catch_warnings():
+        warnings.filterwarnings('ignore', 'This processor does not compute in bfloat16')
+        fed = federation(MOON(mu=0.), module=mlp(bn=True, dropout=.4, blocks=True), local=local)
+        (a,rows),(b,rows_b) = run(fed),run(replace(fed, method=FedAvg()))
+    assert same(a['server'], b['server']) and same(a['buffers'], b['buffers']) and rows==rows_b
+
+def contrasted(net, w, buffers, previous, previous_buffers, x, y, mu, lr):
+    "A step of MOON by modules: one network in training mode, two in evaluation mode"
+    nets = [deepcopy(net.module) for _ in range(3)]
+    for m,v,b in zip(nets, (w, w, previous), (buffers, buffers, previous_buffers)): m.load_state_dict({**v, **b})
+    own,*others = nets
+    own.train().requires_grad_(True)
+    z,(z_glob,z_prev) = own.body(x),[m.eval().body(x).detach() for m in others]
+    loss = F.cross_entropy(own.head(z), y) + mu*contrast(z, z_glob, z_prev)
+    loss.backward()
+    return {k: p.detach()-lr*p.grad for k,p in own.named_parameters()},dict(own.named_buffers())
+
+def test_moon_compares_with_both_models_in_evaluation_mode_by_their_own_statistics():
+    local = Local(1, 100, SGD(.1))
+    fed = federation(MOON(mu=2.), module=mlp(bn=True, blocks=True), rounds=1, per_round=4, local=local)
+    state,first = run(fed)[0],one_by_one(fed, begin(fed), [1], 0)[0]
+    c = client_view(fed, state, 1, 1)
+    assert same(c.memory['previous'], {**first['message']['w'], **first['buffers']}) and not same(c.buffers, first['buffers'])
+    want,buffers = contrasted(fed.net, state['server']['w'], state['buffers'], first['message']['w'], first['buffers'], c.x, c.y, 2., .1)
+    r = one_by_one(fed, state, [1], 1)[0]
+    close(r['message']['w'], want, rtol=1e-4, atol=1e-6); close(r['buffers'], buffers, rtol=1e-5, atol=1e-6)
+    swapped,_ = contrasted(fed.net, state['server']['w'], state['buffers'], first['message']['w'], state['buffers'], c.x, c.y, 2., .1)
+    assert max((swapped[k]-want[k]).abs().max() for k in want) > 1e-4 # the statistics matter here
+
+def test_moon_s_contrast_begins_when_models_differ():
+    "Nothing in the run's first round; who comes later is compared with the model that all began with"
+    local = Local(1, 100, SGD(.1))
+    fed = federation(MOON(mu=2.), module=mlp(bn=True, blocks=True), rounds=1, per_round=3, local=local)
+    plain,state = replace(fed, method=FedAvg()),begin(fed)
+    close(*(one_by_one(f, begin(f), [0], 0)[0]['message']['w'] for f in (fed, plain)), rtol=1e-5, atol=1e-7)
+    after = run(fed)[0]
+    late = next(i for i in range(4) if str(i) not in after['memory'])
+    c = client_view(fed, after, late, 1)
+    want,_ = contrasted(fed.net, after['server']['w'], after['buffers'], state['server']['w'], state['buffers'], c.x, c.y, 2., .1)
+    r = one_by_one(fed, after, [late], 1)[0]['message']['w']
+    close(r, want, rtol=1e-4, atol=1e-6)
+    assert not same(r, one_by_one(plain, after, [late], 1)[0]['message']['w'])
 
 def test_moon_remembers_its_last_model():
     fed = whole(MOON(), rounds=1, per_round=4)
@@ -131,23 +188,76 @@ def test_fedntd_pulls_from_the_second_step_on_by_its_gradient():
     g,_ = gradient(lambda w: not_true_distillation(f(w), f(c.message['w']).detach(), c.y), w1)
     for k in a: torch.testing.assert_close(a[k], w2[k]-.1*5*g[k], rtol=1e-4, atol=1e-6)
 
-def test_active_rows_are_whole_neurons_with_their_bias():
-    import numpy as np
-    w = {'a.weight': torch.zeros(10, 3, 2, 2), 'a.bias': torch.zeros(10), 'b.weight': torch.zeros(3)}
-    m = active_rows(w, .4, np.random.default_rng(0))
-    assert m['a.bias'].sum()==4 and (m['a.weight'].flatten(1).all(1)==m['a.bias']).all() and (m['a.weight'].flatten(1).any(1)==m['a.bias']).all() and m['b.weight'].sum()==1
+def test_a_layer_has_at_least_one_active_neuron_and_no_more_than_its_share():
+    "⌊share·n⌋, not rounded; nothing is drawn for the classifier"
+    w = {'a.weight': torch.zeros(16, 3, 2, 2), 'a.bias': torch.zeros(16), 'n.weight': torch.zeros(16), 'b.weight': torch.zeros(3, 16), 'head.weight': torch.zeros(10, 3)}
+    def counts(share): return [m.sum().item() for m in active(w, share, np.random.default_rng(0)).values()]
+    assert counts(.6)==[9, 1] and counts(.1)==[1, 1] and counts(1.)==[16, 3] and list(active(w, .6, np.random.default_rng(0)))==['a.weight','b.weight']
 
-def test_fedspu_trains_sends_and_merges_active_rows_only():
+def by_hand(neurons, w):
+    "Masks by loops over a chain of layers: a weight is active where the neurons at both its ends are"
+    out,before,names = {},None,[k for k in w if k.endswith('weight') and w[k].dim() > 1]
+    for k in names:
+        rows = [True]*len(w[k]) if k==names[-1] else neurons[k].tolist()
+        block = w[k].shape[1]//len(before) if before else 0
+        out[k] = torch.zeros(w[k].shape, dtype=torch.bool)
+        for i,j in np.ndindex(*w[k].shape[:2]): out[k][i,j] = rows[i] and (before is None or before[j//block])
+        if (bias := k.replace('weight', 'bias')) in w: out[bias] = torch.tensor(rows)
+        before = rows
+    return out
+
+@pytest.mark.parametrize('name', ['cnn_fedcspack_fmnist','mlp','softmax'])
+def test_active_weights_lie_between_active_neurons(name):
+    "Also behind the convolutions, where every map is a block of columns"
+    w = Net(build(name, **dict(mlp=dict(image_size=4, hidden=(9, 7)), softmax=dict(image_size=4)).get(name, {}))).weights()
+    neurons = active(w, .4, np.random.default_rng(1))
+    got,want = masks(neurons, w),by_hand(neurons, w)
+    assert got.keys()==want.keys() and all(torch.equal(got[k], want[k]) for k in want)
+
+def test_norms_follow_their_layer_and_what_does_not_fit_is_active():
+    w = {'pos': torch.zeros(1, 4, 2), 'a.weight': torch.zeros(2, 3), 'n.weight': torch.zeros(2), 'b.weight': torch.zeros(4, 5), 'm.weight': torch.zeros(3), 'head.weight': torch.zeros(3, 4)}
+    m = masks({'a.weight': torch.tensor([True, False]), 'b.weight': torch.tensor([True, False, False, True])}, w)
+    assert m['pos'].all() and m['n.weight'].tolist()==[1,0] and m['b.weight'].tolist()==[[1]*5, [0]*5, [0]*5, [1]*5] and m['m.weight'].all() and m['head.weight'].tolist()==[[1,0,0,1]]*3
+
+def test_fedspu_trains_sends_and_merges_active_weights_only():
     fed = whole(FedSPU(share=.4), rounds=2, per_round=2)
     state = run(whole(FedSPU(share=.4), rounds=1, per_round=4))[0]
     c = client_view(fed, state, 0, 1)
     w = begin_client(fed, c)
-    mask = active_rows(c.message['w'], .4, stream(0, 'neurons', 1, 0))
+    mask = masks(c.message['neurons'], c.memory['own'])
     for k in w:
         assert torch.equal(w[k][mask[k]], state['server']['w'][k][mask[k]]) and torch.equal(w[k][~mask[k]], state['memory']['0']['own'][k][~mask[k]])
     r = one_by_one(fed, state, [0], 1)[0]
     for k in w: assert torch.equal(r['memory']['own'][k][~mask[k]], state['memory']['0']['own'][k][~mask[k]])
-    assert sum(v.numel() for v in r['message']['values'].values())==sum(m.sum() for m in mask.values()) and same(fed.method.personal(replace(c, memory=r['memory'])), r['memory']['own'])
+    for m in (c.message, r['message']): assert sum(v.numel() for v in m['values'].values())==sum(m.sum() for m in mask.values())
+    assert same(fed.method.personal(replace(c, memory=r['memory'])), r['memory']['own']) and not same(w, r['memory']['own'])
+
+def test_fedspu_draws_anew_for_each_client_round_and_seed():
+    def drawn(seed, rounds, i):
+        fed = whole(FedSPU(share=.5), rounds=max(1, rounds), per_round=4, seed=seed)
+        return fed.method.send((run(fed)[0] if rounds else begin(fed))['server'], i)['neurons']
+    first = drawn(0, 0, 0)
+    assert same(first, drawn(0, 0, 0)) and not any(same(first, drawn(*other)) for other in ((1, 0, 0), (0, 1, 0), (0, 0, 1)))
+
+def test_fedspu_sends_the_same_number_of_bytes_both_ways():
+    fed = whole(FedSPU(), rounds=1, per_round=4)
+    replies,plain = (one_by_one(f, begin(f), [0,1,2,3], 0) for f in (fed, replace(fed, method=FedAvg())))
+    assert all(r['up']==r['down'] for r in replies) and sum(a['down'] for a in replies) < sum(b['down'] for b in plain)
+
+def test_fedspu_means_all_who_sent_a_weight_whatever_their_order():
+    m,w = FedSPU(),{'a.weight': torch.zeros(2, 1), 'head.weight': torch.zeros(1, 2)}
+    def sent(v, *on): return cut({k: torch.full_like(t, v) for k,t in w.items()}, {'a.weight': torch.tensor([j in on for j in range(2)])})
+    for part in ([0, 1], [1, 0]):
+        got = m.merge(m.server(w), [(sent(1., 0, 1), sent(3., 0))[j] for j in part], [(3, 1)[j] for j in part])
+        assert got['w']['a.weight'].tolist()==[[1.5],[1.]] and got['w']['head.weight'].tolist()==[[1.5, 1.]]
+    assert m.merge(state := m.server(w), [sent(3., 0)], [1])['w']['a.weight'].tolist()==[[3.],[0.]] and state['w']['a.weight'].tolist()==[[0.],[0.]]
+
+def test_fedspu_does_not_merge_neurons_that_the_network_has_not():
+    m,w = FedSPU(),{'a.weight': torch.zeros(2, 1), 'head.weight': torch.zeros(1, 2)}
+    state,good = m.server(w),cut(w, {'a.weight': torch.tensor([True, False])})
+    assert not m.flaw(state, good)
+    for bad in ({}, {'a.weight': torch.tensor([True])}, {'b.weight': torch.tensor([True, False])}): assert m.flaw(state, dict(good, neurons=bad))=='its neurons are not those of the network'
+    assert m.flaw(state, dict(good, neurons={'a.weight': torch.tensor([True, True])}))=="it holds [1] values of 'a.weight' for 2"
 
 def test_fedspu_gives_clients_unlike_shares_unless_told_one():
     fed = whole(FedSPU(), rounds=1, per_round=4)
@@ -156,7 +266,7 @@ def test_fedspu_gives_clients_unlike_shares_unless_told_one():
     alike = whole(FedSPU(share=.5), rounds=1, per_round=4)
     assert len({sum(v.numel() for v in r['message']['values'].values()) for r in one_by_one(alike, begin(alike), [0,1,2,3], 0)})==1
 
-@pytest.mark.parametrize('bad,word', [(lambda: MOON(mu=-1), 'mu'), (lambda: MOON(tau=0), 'tau'), (lambda: FedNTD(beta=-1), 'beta'), (lambda: FedSPU(share=0), 'share'), (lambda: FedSPU(share=1.1), 'share'), (lambda: method('moon', nu=1), 'nu')])
+@pytest.mark.parametrize('bad,word', [(lambda: MOON(mu=-1), 'mu'), (lambda: MOON(tau=0), 'tau'), (lambda: MOON(width=0), 'width'), (lambda: FedNTD(beta=-1), 'beta'), (lambda: FedSPU(share=0), 'share'), (lambda: FedSPU(share=1.1), 'share'), (lambda: method('moon', nu=1), 'nu')])
 def test_refusals(bad, word):
     with pytest.raises(Refused, match=word): bad()
 
