@@ -139,6 +139,7 @@ class FedAvg(Checked):
     def update(self, w, g, s, scale, c):                      # the step itself: new weights, new state of the optimiser
         return c.local.optimiser.update(w, self.step(g, w, c), s, scale)
     def finish(self, w, c): return dict(w=w), c.memory        # what the client sends, and what it keeps
+    def flaw(self, state, message): return ''                 # why a message cannot be merged, where its form does not tell
     def merge(self, state, messages, weights):                # the next server state
         return dict(state, w=weighted_mean([m['w'] for m in messages], weights))
     def receive(self, c): return c.memory                     # what a client that was not drawn keeps of the newest message

@@ -6,16 +6,17 @@
 __all__ = ['OF_CLIENTS', 'AT_ONCE', 'Protocol', 'FederatedData', 'Federation', 'as_written', 'computes_bf16', 'begin',
            'sample_clients', 'client_views', 'client_view', 'local_step', 'draws', 'usual', 'begin_client',
            'end_client', 'client_round', 'merge_buffers', 'one_by_one', 'attempted', 'taking_part', 'SetAside',
-           'set_aside', 'form', 'outvoted', 'difference', 'usable', 'agreeing', 'finite', 'aggregated', 'told',
-           'merged', 'one_round', 'score', 'means', 'evaluate', 'globally', 'validate', 'evaluate_personal', 'shared',
-           'as_is', 'ready', 'converted', 'sample_bytes', 'prepared', 'body_features', 'contents', 'identity', 'course',
-           'abreast', 'run', 'Other', 'resume']
+           'set_aside', 'form', 'outvoted', 'difference', 'usable', 'flawed', 'agreeing', 'finite', 'aggregated',
+           'told', 'merged', 'one_round', 'score', 'means', 'evaluate', 'globally', 'validate', 'evaluate_personal',
+           'shared', 'as_is', 'ready', 'converted', 'sample_bytes', 'prepared', 'body_features', 'contents', 'identity',
+           'course', 'abreast', 'run', 'Other', 'resume']
 
 # %% ../nbs/01_foundations/31_rounds.ipynb #4791ad25
 from collections import Counter
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from math import isfinite
 import json, traceback, warnings
 from pathlib import Path
 import numpy as np, torch
@@ -308,20 +309,28 @@ def usable(
         raise RuntimeError(f'No client of round {r+1} could train; all failed alike: {next(iter(failed.values()))["traceback"]}')
     for i,a in failed.items(): set_aside(fed, r, i, a['error'], a['traceback'])
     good = {i: a for i,a in replies.items() if i not in failed}
-    for i in [i for i,a in good.items() if not np.isfinite(a['loss'])]: set_aside(fed, r, i, f'its training loss is {good.pop(i)["loss"]}')
-    return agreeing(fed, state, good, r)
+    for i in [i for i,a in good.items() if not isfinite(a['loss'])]: set_aside(fed, r, i, f'its training loss is {good.pop(i)["loss"]}')
+    return {i: a for i,a in agreeing(fed, state, good, r).items() if not flawed(fed, state, i, a, r)}
+
+def flawed(fed, state, i, reply, r):
+    "Has the method a reason of its own not to merge a message?"
+    if usual(fed.method, 'flaw'): return False
+    why = fed.method.flaw(state['server'], reply['message'])
+    if why: set_aside(fed, r, i, why)
+    return bool(why)
 
 # %% ../nbs/01_foundations/31_rounds.ipynb #4a7e75ec
 def agreeing(fed, state, replies, r):
     "Replies whose messages have the accepted form"
     method,(first,*rest) = fed.method,[a['message'] for a in replies.values()] or [None]
     try:
-        if all(kind(m)==kind(first) for m in rest): return replies
+        like = kind(first)
+        if all(kind(m)==like for m in rest): return replies
     except AttributeError: pass # not all are trees of tensors
     forms = {i: form(a['message'], method.send(state['server'], i), method.ragged) for i,a in replies.items()}
     wrong,right = outvoted(forms)
-    like = next((a['message'] for i,a in replies.items() if i not in wrong), None)
-    for i in wrong: set_aside(fed, r, i, difference(replies[i]['message'], like, method.ragged) if right else 'its message is unlike the others\', and none of them is in the majority')
+    model = next((a['message'] for i,a in replies.items() if i not in wrong), None)
+    for i in wrong: set_aside(fed, r, i, difference(replies[i]['message'], model, method.ragged) if right else 'its message is unlike the others\', and none of them is in the majority')
     return {i: a for i,a in replies.items() if i not in wrong}
 
 # %% ../nbs/01_foundations/31_rounds.ipynb #d112f709

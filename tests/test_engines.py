@@ -1,5 +1,5 @@
 "Every engine gives what the reference gives, for every method there is."
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 import os, subprocess, sys, warnings
 from pathlib import Path
 import numpy as np, pytest, torch
@@ -7,7 +7,7 @@ from torch import nn
 from fedbook import engines
 from fedbook.engines import ENGINES, FellBack, Processes, stacked, timetable, Traced
 from fedbook.errors import Refused
-from fedbook.method import FedAvg, Local, METHODS, methods
+from fedbook.method import Client, FedAvg, Local, METHODS, methods
 from fedbook.models import build, Classifier, Net
 from fedbook.optim import Adam, AdamW, Cosine, SGD
 from fedbook.rounds import begin, client_view, ready, run
@@ -420,3 +420,15 @@ def test_what_travels_to_a_worker_lies_there_as_here(t):
     there = unpack(pack(dict(a=t, again=t), box), box)
     assert torch.equal(there['a'], t) and there['a'].dtype==t.dtype and there['again'].data_ptr()==there['a'].data_ptr()
     assert there['a'].stride()==(t.stride() if t.untyped_storage().nbytes()==t.nbytes else torch.empty_like(t).stride())
+
+@pytest.mark.parametrize('make', [Traced, stacked])
+@pytest.mark.parametrize('name', sorted({f.name for f in fields(Client)}-{'net','local','message','memory','buffers'}))
+def test_a_step_that_looks_at_what_differs_between_clients_or_rounds_is_not_shared(name, make):
+    @dataclass(frozen=True)
+    class Looks(FedAvg):
+        def step(self, g, w, c): return {k: v*(2. if getattr(c, name)==0 else 1.) for k,v in g.items()} if name in ('round','id','seed') else (getattr(c, name), g)[1]
+    METHODS.pop('looks')
+    fed = federation(Looks(), rounds=2)
+    with pytest.warns(FellBack, match=rf'looks at c\.{name}, which differs between clients or rounds; let start put what it needs into the memory'): state,rows = run(fed, engine=make())
+    want,wanted = run(fed)
+    assert same(state, want) and rows==wanted

@@ -263,3 +263,83 @@ def test_bf16_where_the_processor_has_none_of_it_is_said(monkeypatch):
         with warnings.catch_warnings(record=True) as w:
             warnings.simplefilter('always'); replace(fed, local=replace(fed.local, precision=precision))
         assert len(w)==said and all('float32' in str(x.message) for x in w)
+
+def killed(fed, file, after=2):
+    "A checkpoint of a run that was killed after some rounds"
+    def stop(r):
+        if r==after: raise Killed
+    with pytest.raises(Killed): run(fed, file, on_round=stop)
+
+@pytest.mark.parametrize('other', [dict(local=Local(2, 4, SGD(.2, .9, 1e-3))), dict(m=FedProx(mu=.5)), dict(seed=1), dict(module=mlp(dropout=.5)), dict(sizes=(7,12,19,6)), dict(per_round=2), dict(module=nn.Sequential(nn.Linear(6, 9), nn.ReLU(), nn.Linear(9, 3)))],
+    ids=['rate','method','seed','network','partition','participation','width'])
+def test_a_checkpoint_of_another_run_is_refused(tmp_path, other):
+    killed(federation(), tmp_path/'run.safetensors')
+    with pytest.raises(Refused, match='is of another run'): run(federation(**other), tmp_path/'run.safetensors')
+
+def test_a_checkpoint_of_other_images_is_refused(tmp_path):
+    killed(federation(), tmp_path/'run.safetensors')
+    fed = federation(); fed.data.x = fed.data.x.clone(); fed.data.x[3,2] += 1
+    with pytest.raises(Refused, match='is of another run'): run(fed, tmp_path/'run.safetensors')
+
+def test_a_run_can_go_on_for_more_rounds(tmp_path):
+    killed(federation(), tmp_path/'run.safetensors')
+    assert same(run(federation(rounds=6), tmp_path/'run.safetensors')[0], run(federation(rounds=6))[0])
+
+def test_no_flipped_bit_of_a_checkpoint_changes_a_run(tmp_path):
+    fed,file = federation(Remembers(), module=mlp(bn=True)),tmp_path/'run.safetensors'
+    whole = run(fed)
+    killed(fed, file)
+    good,refused = file.read_bytes(),0
+    for at in np.random.default_rng(0).integers(8*len(good), size=120):
+        bad = bytearray(good); bad[at//8] ^= 1 << (at%8); file.write_bytes(bad)
+        try: again = run(fed, file)
+        except Refused: refused += 1
+        else: assert same(whole[0], again[0]) and whole[1]==again[1]
+        file.write_bytes(good)
+    assert refused > 100
+
+def test_a_late_client_remembers_the_fresh_weights():
+    @dataclass(frozen=True)
+    class First(FedAvg):
+        def client(self, w): return dict(first=w)
+    METHODS.pop('first')
+    fed = federation(First())
+    assert same(client_view(fed, run(replace(fed, protocol=Protocol(1, 1)))[0], 0, 1).memory['first'], fed.net.weights())
+
+@dataclass(frozen=True)
+class Hears(FedAvg):
+    "Clients remember the newest model, drawn or not"
+    def start(self, c): return c.message['w'], self.receive(c)
+    def receive(self, c): return dict(heard=c.message['w'], n=dict(n=c.memory.get('n', dict(n=torch.zeros(())))['n']+1))
+METHODS.pop('hears')
+
+def test_a_method_may_tell_everybody_and_pays_for_it():
+    fed = federation(Hears(), per_round=1)
+    state,rows = run(fed)
+    last = run(replace(fed, protocol=replace(fed.protocol, rounds=2)))[0]['server']['w']
+    assert all(same(m['heard'], last) and m['n']['n']==3 for m in state['memory'].values()) and len(state['memory'])==4
+    down,up = ([r[3] for r in rows if r[2]==k] for k in ('bytes_down','bytes_up'))
+    assert down==[4*u for u in up]
+
+@dataclass(frozen=True)
+class Opens(FedAvg):
+    "Counts who takes part in the opening round, which leaves the model as it is"
+    opening = 1
+    def merge(self, state, messages, weights): return super().merge(state, messages, weights) if 'n' in state else dict(state, n=dict(n=torch.tensor(float(len(messages)))))
+METHODS.pop('opens')
+
+def test_an_opening_round_is_everybody_s_and_comes_before_the_first(tmp_path):
+    fed = federation(Opens())
+    state,rows = run(fed)
+    want,wanted = run(federation())
+    assert state['server']['n']['n']==4 and same(state['server']['w'], want['server']['w']) and [r for r in rows if r[0] > 0]==wanted
+    assert [r[2] for r in rows if r[0]==0]==['train_loss','bytes_down','bytes_up']
+    killed(fed, tmp_path/'run.safetensors', 0)
+    assert run(fed, tmp_path/'run.safetensors')[1]==rows
+
+def test_what_is_not_finite_has_no_accuracy():
+    fed = federation(rounds=1)
+    state = run(fed)[0]
+    state['server']['w'] = {k: torch.full_like(v, torch.nan) for k,v in state['server']['w'].items()}
+    from fedbook.rounds import evaluate, evaluate_personal
+    for r in evaluate(fed, state, 1) + evaluate_personal(fed, state, 1): assert np.isnan(r[3]), r

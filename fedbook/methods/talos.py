@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['AT_ONCE', 'SOFT', 'MOST', 'sensitivity', 'squared', 'per_sample', 'lowest', 'chosen', 'calibrate',
-           'check_calibration', 'Masked', 'sparse', 'dense', 'TaLoS', 'TaLoSProx']
+           'check_calibration', 'Masked', 'sparse', 'dense', 'sparse_flaw', 'TaLoS', 'TaLoSProx']
 
 # %% ../../nbs/02_methods/10_talos.ipynb #9bd1c28c
 from dataclasses import dataclass
@@ -144,6 +144,17 @@ def dense(message:dict, base:dict) -> dict: # Name to tensor
         return values.view(t.shape) if mask is None else t.masked_scatter(mask, values)
     return {k: filled(k, t) for k,t in base.items()}
 
+# %% ../../nbs/02_methods/10_talos.ipynb #3ea30994
+def sparse_flaw(message:dict, base:dict) -> str: # Empty where there is none
+    "Why a message of `sparse` does not fit a model, in words"
+    values,mask = message['values'],message['mask']
+    for k in [*values, *mask]:
+        if k not in base or k not in values: return f'it holds a mask or values for {k!r} that have no counterpart'
+        v,n = values[k],int(mask[k].sum()) if k in mask else base[k].numel()
+        if v.dtype!=base[k].dtype: return f'its {k!r} is {v.dtype}, not {base[k].dtype}'
+        if v.shape!=(n,) or k in mask and mask[k].shape!=base[k].shape: return f'it holds {list(v.shape)} values of {k!r} for {n}'
+    return ''
+
 # %% ../../nbs/02_methods/10_talos.ipynb #fa5d5a56
 @dataclass(frozen=True)
 class TaLoS(FedAvg):
@@ -185,6 +196,7 @@ class TaLoS(FedAvg):
         memory = {k: v for k,v in c.memory.items() if k!='mask'}
         return dict(w=w) if self.variant=='released' else sparse(w, c.memory['mask']), memory
 
+    def flaw(self, state, message): return '' if 'w' in message else sparse_flaw(message, state['w'])
     def merge(self, state, messages, weights):
         return super().merge(state, [m if 'w' in m else dict(w=dense(m, state['w'])) for m in messages], weights)
 
