@@ -526,6 +526,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                'fedbook.optim.AdamW.decay': ('01_foundations/optim.html#adamw.decay', 'fedbook/optim.py'),
                                'fedbook.optim.Cosine': ('01_foundations/optim.html#cosine', 'fedbook/optim.py'),
                                'fedbook.optim.Cosine.at': ('01_foundations/optim.html#cosine.at', 'fedbook/optim.py'),
+                               'fedbook.optim.Restarts': ('01_foundations/optim.html#restarts', 'fedbook/optim.py'),
+                               'fedbook.optim.Restarts.at': ('01_foundations/optim.html#restarts.at', 'fedbook/optim.py'),
                                'fedbook.optim.SGD': ('01_foundations/optim.html#sgd', 'fedbook/optim.py'),
                                'fedbook.optim.SGD.init': ('01_foundations/optim.html#sgd.init', 'fedbook/optim.py'),
                                'fedbook.optim.SGD.update': ('01_foundations/optim.html#sgd.update', 'fedbook/optim.py'),
