@@ -72,6 +72,30 @@ def drive(name, optimiser, oracle, settings={}, theirs={}, draws=lambda fed: {},
 
 def nova(m): return dict(w=m['w'], a=m['norm'])
 
+# FedSPU: merged by samples; a bit per neuron travels, of full clients too
+
+def neurons(fed):
+    "Which neurons each client trains in each round; the server's counter goes up by one a round"
+    server = begin(fed)['server']
+    def of(r, i):
+        at = fed.method.send(dict(server, draw=server['draw']+r), i)['neurons']['body.fc.weight'].nonzero()[:,0]
+        assert len(at)==O.spu_count(fed.method.share or (.2, .4, .6, .8)[i], 5)
+        return at
+    return dict(active={(r, i): of(r, i) for r,ids in enumerate(DRAWN) for i in ids}, batch=1)
+
+def part(m): return dict(values={k: w[m['mask'][k]>0] for k,w in m['w'].items()}, neurons={'body.fc.weight': m['mask']['body.fc.bias'].bool()})
+def bits(e): return dict(e, **dict.fromkeys(('down_indices','up_indices'), dict.fromkeys(e['messages'], 5)))
+
+# FedAS: its loader goes through the samples in order and leaves out an incomplete batch, but for the only one
+
+def whole(n, size): return list(torch.arange(max(n//size*size, min(n, size))).split(size))
+
+def loaders(size):
+    def draws(fed):
+        aligning,fisher = (in_turn(fed, lambda c: whole(len(c.own), s)) for s in (size, 4))
+        return dict(aligning=aligning, fisher=fisher, samples={k: torch.cat(v) for k,v in aligning.items()})
+    return draws
+
 # FedCSPACK: packs of 8, the last with three zeros, which travel; places take the place of a mask; the whole model is received, and in which round each pack moved last
 
 def packs(m):
@@ -99,9 +123,8 @@ def cases(name, oracle, settings={}, optimisers=('plain','momentum and decay'), 
     *cases('fedntd', O.oracle_fedntd, dict(beta=.6, tau=2.)),
     *cases('fednova', O.oracle_fednova, optimisers=('plain','momentum'), message=nova),
     *cases('fednova+fedprox', O.oracle_fednova, dict(mu=.7), optimisers=('plain','momentum'), message=nova),
-    *cases('fedcspack', O.oracle_fedcspack, what='both', **cspack('both', 'both')),
-    *cases('fedcspack', O.oracle_fedcspack, what='cosine', **cspack('cosine', 'cs')),
-    *cases('fedcspack', O.oracle_fedcspack, what='divergence', **cspack('divergence', 'kd')),
-    *cases('fedcspack', O.oracle_fedcspack, what='released', **cspack('both', 'both', 'released')),
+    *[c for share in (None, .7, 1.) for c in cases('fedspu', O.oracle_fedspu, dict(share=share), ('plain',), str(share), theirs={}, draws=neurons, message=part, numbers=bits)],
+    *[c for size in (3, 7) for c in cases('fedas', O.oracle_fedas, dict(lr=.3, batch_size=size), what=str(size), theirs=dict(lr_align=.3), draws=loaders(size), message=lambda m: dict(w=m['w'], trace=m['score']))],
+    *[c for what in (('both', 'both'), ('cosine', 'cs'), ('divergence', 'kd'), ('both', 'both', 'released')) for c in cases('fedcspack', O.oracle_fedcspack, what=what[-1], **cspack(*what))],
 ])
 def test_all_rounds(name, optimiser, oracle, seams): drive(name, optimiser, oracle, **seams)
