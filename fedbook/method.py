@@ -60,6 +60,10 @@ class Client:
         "Their labels"
         return self.samples[1].index_select(0, self.own)
 
+    def batch(self, i:Tensor) -> dict: # x [b, …] and y [b]
+        "Some of its samples, by their positions [b], ready for the network and as they are"
+        return dict(x=channels_last(self.prepare(self.x[i])), y=self.y[i])
+
     def logits(self, w:dict, x:Tensor) -> Tensor: # [b, classes]
         "The network in training mode at weights `w`; BatchNorm updates `buffers`"
         if self.local.precision=='float32': return self.net.logits(w, self.buffers, x, train=True)
@@ -113,7 +117,7 @@ def probe(
 ) -> list: # dict(x [b, …], y [b])
     "The first `n` mini-batches of a client's samples in an order of their own"
     order = torch.from_numpy(stream(c.seed, *what, c.round, c.id).permutation(len(c.own))).to(c.own.device)
-    return [dict(x=channels_last(c.prepare(c.x[i])), y=c.y[i]) for i in order.split(c.local.batch_size)[:n]]
+    return [c.batch(i) for i in order.split(c.local.batch_size)[:n]]
 
 # %% ../nbs/01_foundations/30_method.ipynb #d49125a8
 METHODS = {}

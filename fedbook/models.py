@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['PAPER_CNNS', 'MODELS', 'Classifier', 'n_parameters', 'table', 'softmax', 'mlp', 'add_linear', 'cnn', 'resnet', 'vit',
-           'timm_model', 'timm_config', 'builder', 'build', 'lies_in', 'Net', 'read_weights', 'load_body',
+           'timm_model', 'timm_config', 'builder', 'build', 'lies_in', 'part', 'Net', 'read_weights', 'load_body',
            'weights_fingerprint', 'local_weights', 'hub_weights', 'reachable', 'own_weights', 'load_pretrained']
 
 # %% ../nbs/01_foundations/13_models.ipynb #1f5e88ee
@@ -228,6 +228,14 @@ def lies_in(
 ) -> bool: # Whether one of them contains it
     "Whether `name` is, or is below, one of `parts`"
     return any(f'{name}.'.startswith(f'{p}.') for p in parts)
+
+# %% ../nbs/01_foundations/13_models.ipynb #9571120c
+def part(
+    w:dict, # Weights
+    *names:str, # Of the parts, e.g. 'head'
+) -> dict: # Some of them
+    "The weights that lie in some parts of the model"
+    return {k: v for k,v in w.items() if lies_in(k, names)}
 
 # %% ../nbs/01_foundations/13_models.ipynb #dba86ca7
 class Net:
