@@ -7,12 +7,12 @@ from fedbook.method import Local, method, plan
 from fedbook.models import Classifier, Net
 from fedbook.optim import SGD
 from fedbook.rounds import begin, client_view, Federation, FederatedData, merged, one_by_one, Protocol, run, taking_part
-from fedbook.streams import seeded
+from fedbook.streams import seeded, stream
 from fedbook.tensors import flatten
 from fedbook.wire import nbytes
 
 OPTIMISERS = {'plain': SGD(.2), 'momentum': SGD(.1, .5), 'momentum and decay': SGD(.1, .9, .05)}
-DRAWN = [[0, 2], [0, 1], [1, 2], [0, 1]] # client 1 joins late, 2 and 0 stay away for a round, 3 always
+DRAWN = [[0, 2], [0, 1], [0, 2], [1, 2]] # client 1 joins late, each of the three stays away for a round, 3 always; class 2 is 1's and 3's
 
 def federation(m, optimiser):
     "Four unequal clients, each without a class but for the last, on the oracle's network"
@@ -23,7 +23,7 @@ def federation(m, optimiser):
     with seeded(4, 'test model'): net = Classifier(nn.Sequential(OrderedDict(fc=nn.Linear(6, 5), relu=nn.ReLU())), nn.Linear(5, 3)).double()
     parts = np.split(np.arange(len(y)), np.cumsum(sizes)[:-1])
     data = FederatedData(x, y, parts, (x, y), test_clients=parts)
-    return Federation(m, Net(net), data, Local(2, 4, optimiser), Protocol(len(DRAWN), 2), seed=2674)
+    return Federation(m, Net(net), data, Local(2, 4, optimiser), Protocol(len(DRAWN), 2), seed=4274)
 
 def of_client(fed, i): return tuple(t[torch.from_numpy(fed.data.clients[i])] for t in (fed.data.x, fed.data.y))
 def view(fed, i, r): return client_view(fed, begin(fed), i, r) # for what does not depend on the state
@@ -124,6 +124,12 @@ def dense(e, r):
     each = lambda n: dict.fromkeys(e['messages'], n)
     return dict(e, down_numbers=each(68 if r else 53), down_indices=each(3 if r else 0), up_numbers=each(53+1+15+15+3), up_indices=each(1))
 
+# FedALA: where a client's slice begins, also for the mixture that is scored after the last round
+
+def slices(fed):
+    def first(r, n, i): return int(stream(fed.seed, 'mixing', r, i).integers(n-int(.8*n)+1))
+    return dict(slices={(r, i): first(r, len(c), i) for r in range(len(DRAWN)+1) for i,c in enumerate(fed.data.clients)})
+
 # FedCSPACK: packs of 8, the last with three zeros, which travel; places take the place of a mask; the whole model is received, and in which round each pack moved last
 
 def packs(m, i):
@@ -152,6 +158,7 @@ def cases(name, oracle, settings={}, optimisers=('plain','momentum and decay'), 
     *cases('fednova', O.oracle_fednova, optimisers=('plain','momentum'), message=nova),
     *cases('fednova+fedprox', O.oracle_fednova, dict(mu=.7), optimisers=('plain','momentum'), message=nova),
     *[c for share in (None, .7, 1.) for c in cases('fedspu', O.oracle_fedspu, dict(share=share), ('plain',), str(share), theirs={}, draws=neurons, message=part, numbers=bits)],
+    *[c for p in (2, 3) for c in cases('fedala', O.oracle_fedala, dict(p=p, eta=.8, batch_size=4), what=str(p), theirs=dict(top=p, eta=.8, batch=4), draws=slices)],
     *[c for size in (3, 7) for c in cases('fedas', O.oracle_fedas, dict(lr=.3, batch_size=size), what=str(size), theirs=dict(lr_align=.3), draws=loaders(size), message=lambda m,i: dict(w=m['w'], trace=m['score']))],
     *[c for mu in (1., .3) for c in cases('feddbe', dbe, dict(mu=mu, kappa=2.), ('plain',), what=str(mu), draws=lambda fed: dict(prep={i: positions(fed, i, -1) for i in range(4)}),
         message=lambda m,i: m if 'consensus' in m else dict(w=m['w']), personal=shifted, logits=O.dbe_logits, numbers=consensus)],
