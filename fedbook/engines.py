@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['OFTEN', 'CACHE', 'SEVERAL', 'NO_GPU', 'ONLY_GPU', 'TEAMS', 'ENGINES', 'BUDGET', 'SHORT', 'LONG', 'CHOICES', 'Group',
-           'timetable', 'parcels', 'steps', 'augmented', 'train', 'worth_a_trace', 'common', 'local_step_of',
+           'timetable', 'parcels', 'steps', 'augmented', 'train', 'even', 'worth_a_trace', 'common', 'local_step_of',
            'replies_of', 'follow', 'FellBack', 'out_of_memory', 'Traced', 'views', 'give_up', 'halve', 'stacked',
            'graphs', 'cores', 'Processes', 'team_of', 'disband', 'engine', 'used', 'possible', 'trial', 'round_seconds',
            'measure', 'local_steps', 'kind', 'choice']
@@ -91,11 +91,13 @@ def train(
     (fed,_),cs,opt = pairs[0],[c for _,c in pairs],pairs[0][0].local.optimiser
     ws,groups = [begin_client(f, c) for f,c in pairs],timetable(cs)
     carry = tuple(clone(side_by_side(trees)) for trees in (ws, [opt.init(w) for w in ws], [c.buffers for c in cs]))
-    given = side_by_side([c.message for c in cs]),side_by_side([c.memory for c in cs])
+    given = side_by_side([even(c.message, fed.method.ragged) for c in cs]),side_by_side([c.memory for c in cs])
     streams = [draws(f, c, 'train') for f,c in pairs]
     losses = follow(fed, Bound(local_step_of(fed.method, fed.local, fed.net), carry, given, streams, worth_a_trace(fed, groups), record), groups, streams)
     replies = replies_of(pairs, carry, losses)
     return [replies[order.index(j)] for j in range(len(cs))]
+
+def even(message, ragged): return {k: v for k,v in message.items() if k not in ragged} # what can be laid side by side
 
 # %% ../nbs/01_foundations/34_engines.ipynb #5b59180f
 OFTEN = 50 # Steps of a client

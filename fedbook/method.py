@@ -126,7 +126,7 @@ METHODS = {}
 class FedAvg(Checked):
     "Train locally from the server's model, then average (McMahan et al. 2017, Algorithm 1)"
     frozen = ()                                               # parts of the network that no client trains
-    ragged = ()                                               # parts of a reply whose length differs between clients
+    ragged = ()                                               # parts of messages whose length differs between clients; no step sees them
     opening = 0                                               # rounds of all clients before the first one
 
     def __init_subclass__(cls):

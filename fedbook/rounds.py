@@ -111,7 +111,8 @@ def begin(
     folder:Path=None, # For what clients keep, where it is too much for the RAM; `None`: a temporary one
 ) -> dict: # server, buffers, memory, client_buffers
     "The state before the first round"
-    return dict(server=fed.method.server(fed.net.weights()), buffers=fed.net.buffers(), **{k: Memory(folder and folder/k) for k in OF_CLIENTS})
+    with seeded(fed.seed, 'server'): server = fed.method.server(fed.net.weights())
+    return dict(server=server, buffers=fed.net.buffers(), **{k: Memory(folder and folder/k) for k in OF_CLIENTS})
 
 # %% ../nbs/01_foundations/31_rounds.ipynb #f76b1df4
 def sample_clients(

@@ -1,6 +1,6 @@
 "Baselines of paper 003: identities, closed forms, and first updates that differ from FedAvg's by the analytic amount."
 from dataclasses import replace
-import pytest, torch, torch.nn.functional as F
+import numpy as np, pytest, torch, torch.nn.functional as F
 from fedbook.errors import Refused
 from fedbook.method import FedAvg, Local, method
 from fedbook.methods.fedala import FedALA
@@ -9,12 +9,12 @@ from fedbook.methods.feddbe import FedDBE
 from fedbook.methods.fednova import accumulation, FedNova
 from fedbook.methods.fedntd import FedNTD, not_true_distillation
 from fedbook.methods.fedpac import FedPAC, head_weights
-from fedbook.methods.fedspu import active_rows, FedSPU
+from fedbook.methods.fedspu import active, cut, FedSPU, masks
 from fedbook.methods.localonly import LocalOnly
 from fedbook.methods.moon import contrast, MOON
+from fedbook.models import build, Net
 from fedbook.optim import Cosine, SGD
 from fedbook.rounds import begin, begin_client, client_view, one_by_one, run
-from fedbook.streams import stream
 from fedbook.tensors import gradient
 from test_rounds import federation, mlp, same
 
@@ -126,23 +126,69 @@ def test_fedntd_pulls_from_the_second_step_on_by_its_gradient():
     g,_ = gradient(lambda w: not_true_distillation(f(w), f(c.message['w']).detach(), c.y), w1)
     for k in a: torch.testing.assert_close(a[k], w2[k]-.1*5*g[k], rtol=1e-4, atol=1e-6)
 
-def test_active_rows_are_whole_neurons_with_their_bias():
-    import numpy as np
-    w = {'a.weight': torch.zeros(10, 3, 2, 2), 'a.bias': torch.zeros(10), 'b.weight': torch.zeros(3)}
-    m = active_rows(w, .4, np.random.default_rng(0))
-    assert m['a.bias'].sum()==4 and (m['a.weight'].flatten(1).all(1)==m['a.bias']).all() and (m['a.weight'].flatten(1).any(1)==m['a.bias']).all() and m['b.weight'].sum()==1
+def test_a_layer_has_at_least_one_active_neuron_and_no_more_than_its_share():
+    "⌊share·n⌋, not rounded; nothing is drawn for the classifier"
+    w = {'a.weight': torch.zeros(16, 3, 2, 2), 'a.bias': torch.zeros(16), 'n.weight': torch.zeros(16), 'b.weight': torch.zeros(3, 16), 'head.weight': torch.zeros(10, 3)}
+    def counts(share): return [m.sum().item() for m in active(w, share, np.random.default_rng(0)).values()]
+    assert counts(.6)==[9, 1] and counts(.1)==[1, 1] and counts(1.)==[16, 3] and list(active(w, .6, np.random.default_rng(0)))==['a.weight','b.weight']
 
-def test_fedspu_trains_sends_and_merges_active_rows_only():
+def by_hand(neurons, w):
+    "Masks by loops over a chain of layers: a weight is active where the neurons at both its ends are"
+    out,before,names = {},None,[k for k in w if k.endswith('weight') and w[k].dim() > 1]
+    for k in names:
+        rows = [True]*len(w[k]) if k==names[-1] else neurons[k].tolist()
+        block = w[k].shape[1]//len(before) if before else 0
+        out[k] = torch.zeros(w[k].shape, dtype=torch.bool)
+        for i,j in np.ndindex(*w[k].shape[:2]): out[k][i,j] = rows[i] and (before is None or before[j//block])
+        if (bias := k.replace('weight', 'bias')) in w: out[bias] = torch.tensor(rows)
+        before = rows
+    return out
+
+@pytest.mark.parametrize('name', ['cnn_fedcspack_fmnist','mlp','softmax'])
+def test_active_weights_lie_between_active_neurons(name):
+    "Also behind the convolutions, where every map is a block of columns"
+    w = Net(build(name, **dict(mlp=dict(image_size=4, hidden=(9, 7)), softmax=dict(image_size=4)).get(name, {}))).weights()
+    neurons = active(w, .4, np.random.default_rng(1))
+    got,want = masks(neurons, w),by_hand(neurons, w)
+    assert got.keys()==want.keys() and all(torch.equal(got[k], want[k]) for k in want)
+
+def test_norms_follow_their_layer_and_what_does_not_fit_is_active():
+    w = {'pos': torch.zeros(1, 4, 2), 'a.weight': torch.zeros(2, 3), 'n.weight': torch.zeros(2), 'b.weight': torch.zeros(4, 5), 'm.weight': torch.zeros(3), 'head.weight': torch.zeros(3, 4)}
+    m = masks({'a.weight': torch.tensor([True, False]), 'b.weight': torch.tensor([True, False, False, True])}, w)
+    assert m['pos'].all() and m['n.weight'].tolist()==[1,0] and m['b.weight'].tolist()==[[1]*5, [0]*5, [0]*5, [1]*5] and m['m.weight'].all() and m['head.weight'].tolist()==[[1,0,0,1]]*3
+
+def test_fedspu_trains_sends_and_merges_active_weights_only():
     fed = whole(FedSPU(share=.4), rounds=2, per_round=2)
     state = run(whole(FedSPU(share=.4), rounds=1, per_round=4))[0]
     c = client_view(fed, state, 0, 1)
     w = begin_client(fed, c)
-    mask = active_rows(c.message['w'], .4, stream(0, 'neurons', 1, 0))
+    mask = masks(c.message['neurons'], c.memory['own'])
     for k in w:
         assert torch.equal(w[k][mask[k]], state['server']['w'][k][mask[k]]) and torch.equal(w[k][~mask[k]], state['memory']['0']['own'][k][~mask[k]])
     r = one_by_one(fed, state, [0], 1)[0]
     for k in w: assert torch.equal(r['memory']['own'][k][~mask[k]], state['memory']['0']['own'][k][~mask[k]])
-    assert sum(v.numel() for v in r['message']['values'].values())==sum(m.sum() for m in mask.values()) and same(fed.method.personal(replace(c, memory=r['memory'])), r['memory']['own'])
+    for m in (c.message, r['message']): assert sum(v.numel() for v in m['values'].values())==sum(m.sum() for m in mask.values())
+    assert same(fed.method.personal(replace(c, memory=r['memory'])), r['memory']['own']) and not same(w, r['memory']['own'])
+
+def test_fedspu_draws_anew_for_each_client_round_and_seed():
+    def drawn(seed, rounds, i):
+        fed = whole(FedSPU(share=.5), rounds=max(1, rounds), per_round=4, seed=seed)
+        return fed.method.send((run(fed)[0] if rounds else begin(fed))['server'], i)['neurons']
+    first = drawn(0, 0, 0)
+    assert same(first, drawn(0, 0, 0)) and not any(same(first, drawn(*other)) for other in ((1, 0, 0), (0, 1, 0), (0, 0, 1)))
+
+def test_fedspu_sends_the_same_number_of_bytes_both_ways():
+    fed = whole(FedSPU(), rounds=1, per_round=4)
+    replies,plain = (one_by_one(f, begin(f), [0,1,2,3], 0) for f in (fed, replace(fed, method=FedAvg())))
+    assert all(r['up']==r['down'] for r in replies) and sum(a['down'] for a in replies) < sum(b['down'] for b in plain)
+
+def test_fedspu_means_all_who_sent_a_weight_whatever_their_order():
+    m,w = FedSPU(),{'a.weight': torch.zeros(2, 1), 'head.weight': torch.zeros(1, 2)}
+    def sent(v, *on): return cut({k: torch.full_like(t, v) for k,t in w.items()}, {'a.weight': torch.tensor([j in on for j in range(2)])})
+    for part in ([0, 1], [1, 0]):
+        got = m.merge(m.server(w), [(sent(1., 0, 1), sent(3., 0))[j] for j in part], [(3, 1)[j] for j in part])
+        assert got['w']['a.weight'].tolist()==[[1.5],[1.]] and got['w']['head.weight'].tolist()==[[1.5, 1.]]
+    assert m.merge(state := m.server(w), [sent(3., 0)], [1])['w']['a.weight'].tolist()==[[3.],[0.]] and state['w']['a.weight'].tolist()==[[0.],[0.]]
 
 def test_fedspu_gives_clients_unlike_shares_unless_told_one():
     fed = whole(FedSPU(), rounds=1, per_round=4)
