@@ -1,5 +1,7 @@
 "Baselines of paper 003: identities, closed forms, and first updates that differ from FedAvg's by the analytic amount."
+from copy import deepcopy
 from dataclasses import replace
+import warnings
 import numpy as np, pytest, torch, torch.nn.functional as F
 from fedbook.errors import Refused
 from fedbook.method import FedAvg, Local, method
@@ -12,9 +14,9 @@ from fedbook.methods.fedpac import FedPAC, head_weights
 from fedbook.methods.fedspu import active, cut, FedSPU, masks
 from fedbook.methods.localonly import LocalOnly
 from fedbook.methods.moon import contrast, MOON
-from fedbook.models import build, Net
+from fedbook.models import build, Classifier, Net
 from fedbook.optim import Cosine, SGD
-from fedbook.rounds import begin, begin_client, client_view, one_by_one, run
+from fedbook.rounds import begin, begin_client, client_view, Federation, one_by_one, run
 from fedbook.tensors import gradient
 from test_rounds import federation, mlp, same
 
@@ -24,7 +26,8 @@ def close(a, b, **kw):
 
 @pytest.mark.parametrize('m', [MOON(mu=0.), FedNTD(beta=0.), FedSPU(share=1.)])
 def test_without_its_term_it_is_fedavg(m):
-    a,b = run(whole(m))[0]['server']['w'],run(whole(FedAvg()))[0]['server']['w']
+    fed = whole(m)
+    a,b = (run(f)[0]['server']['w'] for f in (fed, replace(fed, method=FedAvg())))
     if isinstance(m, FedSPU): close(a, b, rtol=1e-5, atol=1e-6) # another order of sums
     else: assert same(a, b)
 
@@ -88,23 +91,77 @@ def test_the_contrast_is_the_printed_formula():
     a,b = (F.cosine_similarity(z, o)/.5 for o in (g, p))
     torch.testing.assert_close(contrast(z, g, p), -(a.exp()/(a.exp()+b.exp())).log().mean())
 
-def first_step(m, memory=None, steps=1):
+def first_step(m, steps=1):
     "The client's model after some steps of SGD on all its samples, and what went in"
     fed = whole(m, sizes=(20,), per_round=1, rounds=1, local=Local(steps, 100, SGD(.1)))
     state = begin(fed)
-    if memory: state['memory'] = {'0': memory}
     return fed,one_by_one(fed, state, [0], 0)[0]['message']['w'],client_view(fed, state, 0, 0)
 
-def test_moon_s_first_update_differs_by_the_gradient_of_its_contrast():
-    other = {k: v+.3*torch.randn(v.shape, generator=torch.Generator().manual_seed(1)) for k,v in mlp(blocks=True).named_parameters()}
-    other = {k: v.detach() for k,v in other.items()}
-    fed,a,c = first_step(MOON(mu=2.), dict(previous=other))
-    _,b,_ = first_step(FedAvg())
-    w0 = c.message['w']
-    f = lambda w: c.net.features(w, {}, c.x)
-    g,_ = gradient(lambda w: contrast(f(w), f(w0).detach(), f(other).detach()), w0)
-    for k in b: torch.testing.assert_close(a[k], b[k]-.1*2*g[k], rtol=1e-4, atol=1e-6)
-    assert not same(a, b)
+def test_moon_puts_a_projection_between_body_and_head_once():
+    fed,bare = whole(MOON(width=5)),mlp(blocks=True)
+    shapes = {k: list(t.shape) for k,t in fed.net.weights().items() if not k.startswith('body.body')}
+    assert shapes=={'body.projection.0.weight': [8, 8], 'body.projection.0.bias': [8], 'body.projection.2.weight': [5, 8], 'body.projection.2.bias': [5], 'head.weight': [3, 5], 'head.bias': [3]}
+    assert isinstance(fed.net.module.body.projection[1], torch.nn.ReLU) and replace(fed, seed=1).net is fed.net and MOON().width==256
+    assert same({k: fed.net.weights()[f'body.{k}'] for k,_ in bare.named_parameters() if k.startswith('body')}, {k: t.detach() for k,t in bare.named_parameters() if k.startswith('body')})
+    assert same(fed.net.weights(), whole(MOON(width=5)).net.weights()) and not same(fed.net.weights(), whole(MOON(width=5), seed=1).net.weights())
+    assert set(one_by_one(fed, begin(fed), [0], 0)[0]['message']['w'])==set(fed.net.weights())
+
+def test_moon_s_projection_trains_on_a_frozen_body():
+    fed = whole(MOON())
+    net = MOON().network(Net(mlp(blocks=True), 'body.blocks'))
+    assert net.frozen==('body.body.blocks',) and MOON().network(net) is net
+    fed = Federation(MOON(), Net(mlp(blocks=True), 'body'), fed.data, fed.local, fed.protocol)
+    assert {k.split('.')[1] for k in fed.net.weights() if k.startswith('body')}=={'projection'} and not same(run(fed)[0]['server'], begin(fed)['server'])
+
+@pytest.mark.parametrize('module', [mlp(), mlp(blocks=True).body, Classifier(torch.nn.Linear(6, 3), torch.nn.Identity())])
+def test_moon_refuses_what_has_no_place_for_a_projection(module):
+    with pytest.raises(Refused, match='MOON puts a projection between body and head; it needs a Classifier whose head has a linear layer'): federation(MOON(), module=module)
+
+@pytest.mark.parametrize('local', [Local(2, 4, SGD(.1, .9, 1e-3)), Local(1, 4, SGD(.1), label_smoothing=.1, precision='bf16')])
+def test_moon_without_its_term_is_fedavg_to_the_bit_with_draws_and_buffers(local):
+    "One pass: dropout is drawn once, and BatchNorm's statistics move once"
+    with warnings.catch_warnings():
+        warnings.filterwarnings('ignore', 'This processor does not compute in bfloat16')
+        fed = federation(MOON(mu=0.), module=mlp(bn=True, dropout=.4, blocks=True), local=local)
+        (a,rows),(b,rows_b) = run(fed),run(replace(fed, method=FedAvg()))
+    assert same(a['server'], b['server']) and same(a['buffers'], b['buffers']) and rows==rows_b
+
+def contrasted(net, w, buffers, previous, previous_buffers, x, y, mu, lr):
+    "A step of MOON by modules: one network in training mode, two in evaluation mode"
+    nets = [deepcopy(net.module) for _ in range(3)]
+    for m,v,b in zip(nets, (w, w, previous), (buffers, buffers, previous_buffers)): m.load_state_dict({**v, **b})
+    own,*others = nets
+    own.train().requires_grad_(True)
+    z,(z_glob,z_prev) = own.body(x),[m.eval().body(x).detach() for m in others]
+    loss = F.cross_entropy(own.head(z), y) + mu*contrast(z, z_glob, z_prev)
+    loss.backward()
+    return {k: p.detach()-lr*p.grad for k,p in own.named_parameters()},dict(own.named_buffers())
+
+def test_moon_compares_with_both_models_in_evaluation_mode_by_their_own_statistics():
+    local = Local(1, 100, SGD(.1))
+    fed = federation(MOON(mu=2.), module=mlp(bn=True, blocks=True), rounds=1, per_round=4, local=local)
+    state,first = run(fed)[0],one_by_one(fed, begin(fed), [1], 0)[0]
+    c = client_view(fed, state, 1, 1)
+    assert same(c.memory['previous'], {**first['message']['w'], **first['buffers']}) and not same(c.buffers, first['buffers'])
+    want,buffers = contrasted(fed.net, state['server']['w'], state['buffers'], first['message']['w'], first['buffers'], c.x, c.y, 2., .1)
+    r = one_by_one(fed, state, [1], 1)[0]
+    close(r['message']['w'], want, rtol=1e-4, atol=1e-6); close(r['buffers'], buffers, rtol=1e-5, atol=1e-6)
+    swapped,_ = contrasted(fed.net, state['server']['w'], state['buffers'], first['message']['w'], state['buffers'], c.x, c.y, 2., .1)
+    assert max((swapped[k]-want[k]).abs().max() for k in want) > 1e-4 # the statistics matter here
+
+def test_moon_s_contrast_begins_when_models_differ():
+    "Nothing in the run's first round; who comes later is compared with the model that all began with"
+    local = Local(1, 100, SGD(.1))
+    fed = federation(MOON(mu=2.), module=mlp(bn=True, blocks=True), rounds=1, per_round=3, local=local)
+    plain,state = replace(fed, method=FedAvg()),begin(fed)
+    close(*(one_by_one(f, begin(f), [0], 0)[0]['message']['w'] for f in (fed, plain)), rtol=1e-5, atol=1e-7)
+    after = run(fed)[0]
+    late = next(i for i in range(4) if str(i) not in after['memory'])
+    c = client_view(fed, after, late, 1)
+    want,_ = contrasted(fed.net, after['server']['w'], after['buffers'], state['server']['w'], state['buffers'], c.x, c.y, 2., .1)
+    r = one_by_one(fed, after, [late], 1)[0]['message']['w']
+    close(r, want, rtol=1e-4, atol=1e-6)
+    assert not same(r, one_by_one(plain, after, [late], 1)[0]['message']['w'])
 
 def test_moon_remembers_its_last_model():
     fed = whole(MOON(), rounds=1, per_round=4)
@@ -197,7 +254,7 @@ def test_fedspu_gives_clients_unlike_shares_unless_told_one():
     alike = whole(FedSPU(share=.5), rounds=1, per_round=4)
     assert len({sum(v.numel() for v in r['message']['values'].values()) for r in one_by_one(alike, begin(alike), [0,1,2,3], 0)})==1
 
-@pytest.mark.parametrize('bad,word', [(lambda: MOON(mu=-1), 'mu'), (lambda: MOON(tau=0), 'tau'), (lambda: FedNTD(beta=-1), 'beta'), (lambda: FedSPU(share=0), 'share'), (lambda: FedSPU(share=1.1), 'share'), (lambda: method('moon', nu=1), 'nu')])
+@pytest.mark.parametrize('bad,word', [(lambda: MOON(mu=-1), 'mu'), (lambda: MOON(tau=0), 'tau'), (lambda: MOON(width=0), 'width'), (lambda: FedNTD(beta=-1), 'beta'), (lambda: FedSPU(share=0), 'share'), (lambda: FedSPU(share=1.1), 'share'), (lambda: method('moon', nu=1), 'nu')])
 def test_refusals(bad, word):
     with pytest.raises(Refused, match=word): bad()
 
