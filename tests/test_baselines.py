@@ -4,9 +4,10 @@ from dataclasses import replace
 import warnings
 import numpy as np, pytest, torch, torch.nn.functional as F
 from fedbook.errors import Refused
-from fedbook.method import FedAvg, Local, method
+from fedbook.features import class_means
+from fedbook.method import FedAvg, Local, method, plan
 from fedbook.methods.fedala import FedALA
-from fedbook.methods.fedas import class_means, FedAS
+from fedbook.methods.fedas import FedAS, misalignment
 from fedbook.methods.feddbe import FedDBE
 from fedbook.methods.fednova import accumulation, FedNova
 from fedbook.methods.fedntd import FedNTD, not_true_distillation
@@ -14,10 +15,13 @@ from fedbook.methods.fedpac import FedPAC, head_weights
 from fedbook.methods.fedspu import active, cut, FedSPU, masks
 from fedbook.methods.localonly import LocalOnly
 from fedbook.methods.moon import contrast, MOON
-from fedbook.models import build, Classifier, Net
+from fedbook.models import build, Classifier, Net, part
 from fedbook.optim import Cosine, SGD
-from fedbook.rounds import begin, begin_client, client_view, Federation, one_by_one, run
+from fedbook.rounds import begin, begin_client, client_view, Federation, one_by_one, one_round, run, taking_part
+from fedbook.streams import seeded, stream
 from fedbook.tensors import gradient
+from fedbook.wire import nbytes
+import oracles
 from test_rounds import federation, mlp, same
 
 def whole(m, **kw): return federation(m, module=mlp(blocks=True), **kw)
@@ -269,22 +273,60 @@ def test_fedala_mixes_only_the_head_and_learns_to_help():
     f = lambda w: F.cross_entropy(c.net.logits(w, {}, c.x), c.y)
     assert f(w) < f(new)
 
-def test_fedala_is_fedavg_while_models_agree_and_learns_one_pass_later():
+def test_fedala_changes_nothing_while_models_agree_and_learns_one_pass_later(monkeypatch):
+    from fedbook.methods import fedala
     assert same(run(whole(FedALA(), rounds=1))[0]['server'], run(whole(FedAvg(), rounds=1))[0]['server'])
-    from unittest.mock import patch
-    fed = whole(FedALA(), rounds=1, per_round=4); state = run(fed)[0]
-    calls = []
-    def learn(self, c, own, new, a, n): calls.append(n); return a,1.
-    with patch.object(FedALA, 'learn', learn):
-        c = client_view(fed, state, 0, 1); begin_client(fed, c)
-        assert calls==list(range(11)) # ten equal losses are enough
-        again = client_view(fed, dict(state, memory={'0': c.memory}), 0, 2); begin_client(fed, again)
-    assert calls[11:]==[0]
+    fed,calls = whole(FedALA(), rounds=1, per_round=4),[]
+    c = client_view(fed, begin(fed), 0, 0); begin_client(fed, c)
+    assert not c.memory['learnt'] and all((a==1).all() for a in c.memory['a'].values()) # which does not use up the first time
+    state = run(fed)[0]
+    monkeypatch.setattr(fedala, 'one_pass', lambda loss, own, new, a, batches, eta: (a, calls.append(len(batches)) or 1.))
+    c = client_view(fed, state, 2, 1); kept = fed.method.receive(c)
+    assert calls==[2]*11 # ten equal losses are enough; 16 of 20 samples in batches of 10
+    fed.method.receive(replace(c, memory=dict(kept, own=c.memory['own']))); assert len(calls)==12
 
-def test_feddbe_without_pull_and_mean_is_fedavg_s_gradient():
-    "The first step: FedAvg's, as the mean is zero and there is no consensus; the mean moves by the head's gradient"
-    fed,a,c = first_step(FedDBE(kappa=9.)); _,b,_ = first_step(FedAvg())
-    close(a, b, rtol=1e-5, atol=1e-7)
+def test_fedala_mixes_for_all_clients_in_every_round_and_scores_the_mixture():
+    fed = whole(FedALA(), rounds=2, per_round=2)
+    first,_ = one_round(fed, begin(fed), 0); second,rows = one_round(fed, first, 1)
+    for i in set(range(4))-set(taking_part(fed, 1)):
+        own,new = (first['memory'].get(str(i)) or fed.method.client(fed.net.weights()))['own'],first['server']['w']
+        kept = second['memory'][str(i)]
+        for k,v in kept['own'].items(): torch.testing.assert_close(v, own[k]+(new[k]-own[k])*kept['a'][k] if k.startswith('head') else new[k])
+        assert kept['learnt'] and any((a<1).any() for a in kept['a'].values())
+    size = nbytes(dict(w=first['server']['w']))
+    assert [r[3] for r in rows if r[2].startswith('bytes')]==[4*size, 2*size]
+    c = client_view(fed, second, 0, 2); before = c.memory['a']['head.weight'].clone()
+    w = fed.method.personal(c)
+    assert same({k: w[k] for k in list(w)[:-2]}, {k: second['server']['w'][k] for k in list(w)[:-2]}) and not same(w, second['server']['w'])
+    assert torch.equal(second['memory']['0']['a']['head.weight'], before)
+
+def test_fedala_learns_on_two_samples_with_batchnorm():
+    fed = whole(FedALA(), sizes=(2,3), per_round=1, rounds=3); fed = replace(fed, net=type(fed.net)(mlp(bn=True, blocks=True)))
+    state,_ = run(fed)
+    assert all(torch.isfinite(v).all() for v in state['memory']['0']['own'].values())
+
+def test_feddbe_s_opening_gives_a_consensus_and_throws_weights_away():
+    "Plain training of all clients; r is the mean feature of the last batch, before its step"
+    fed = whole(FedDBE(kappa=9.), rounds=1, per_round=2, local=Local(1, 100, SGD(.1, .9, .01)))
+    first = begin(fed); after,rows = one_round(fed, first, -1)
+    assert same(after['server']['w'], first['server']['w']) and all(m['mean'].abs().sum()==0 for m in after['memory'].values())
+    means = [client_view(fed, first, i, -1) for i in range(4)]
+    means = [c.net.features(c.message['w'], {}, c.x).mean(0) for c in means]
+    torch.testing.assert_close(after['server']['consensus'], sum(n*m for n,m in zip((7,12,20,5), means))/44)
+    assert [r[:3] for r in rows]==[[0, None, k] for k in ('train_loss','bytes_down','bytes_up')] and rows[2][3]==4*nbytes(dict(consensus=torch.zeros(8)))
+    mean_loss = sum(F.cross_entropy(c.net.logits(c.message['w'], {}, c.x), c.y).item() for c in (client_view(fed, first, i, -1) for i in range(4)))/4
+    assert abs(rows[0][3]-mean_loss) < 1e-6
+
+@pytest.mark.parametrize('mu', [1., .3])
+def test_feddbe_s_running_mean_is_of_batches_and_no_optimiser_touches_it(mu):
+    fed = whole(FedDBE(mu=mu), sizes=(20,), per_round=1, local=Local(2, 6, SGD(.1, .9, .1)))
+    state = begin(fed); r = one_by_one(fed, state, [0], -1)[0]['message']['consensus']
+    c,want = client_view(fed, state, 0, -1),torch.zeros(8)
+    w,s = c.message['w'],fed.local.optimiser.init(c.message['w'])
+    for i,_ in plan(c):
+        want = (1-mu)*want + mu*c.net.features(w, {}, c.x[i]).mean(0)
+        w,s = fed.local.optimiser.update(w, gradient(lambda w: F.cross_entropy(c.net.logits(w, {}, c.x[i]), c.y[i]), w)[0], s)
+    torch.testing.assert_close(r, want)
 
 def test_feddbe_pulls_features_to_the_consensus():
     fed = whole(FedDBE(kappa=7.), sizes=(20,), per_round=1, rounds=1, local=Local(1, 100, SGD(.1)))
@@ -300,24 +342,36 @@ def test_feddbe_personal_model_is_the_shifted_one_and_the_mean_is_never_sent():
     z = c.net.features(state['server']['w'], {}, c.x)+state['memory']['2']['mean']
     torch.testing.assert_close(c.net.logits(w, {}, c.x), c.net.head(state['server']['w'], z))
     r = one_by_one(fed, state, [2], 2)[0]
-    assert set(r['message'])=={'w','consensus'} and set(r['message']['w'])==set(state['server']['w']) and state['memory']['2']['mean'].abs().sum() > 0
+    assert set(r['message'])=={'w'} and set(r['message']['w'])==set(state['server']['w']) and state['memory']['2']['mean'].abs().sum() > 0
 
-def test_fedas_aligns_the_body_and_keeps_the_head():
-    fed = whole(FedAS(lr=.1), rounds=2, per_round=4, local=Local(2, 4, SGD(.3)))
+def test_fedas_aligns_the_body_keeps_the_head_and_scores_its_own_model():
+    fed = whole(FedAS(lr=.1), rounds=2, per_round=3, local=Local(2, 4, SGD(.3)))
     state = run(fed)[0]
     c = client_view(fed, state, 1, 2); own,x = c.memory['own'],c.x
     w = begin_client(fed, c)
-    goal = class_means(c.net.features(own, {}, x), c.y, 3)[0][c.y]
-    def gap(w): return F.mse_loss(c.net.features(w, {}, x), goal)
+    goal = class_means(c.net.features(own, {}, x), c.y, 3)[0]
+    def gap(w): return misalignment(c.net.features(w, {}, x), c.y, goal)
     assert gap(w) < gap(state['server']['w']) and all(torch.equal(w[k], own[k]) for k in w if k.startswith('head'))
-    personal = fed.method.personal(client_view(fed, state, 1, 2))
-    assert all(torch.equal(v, (own if k.startswith('head') else state['server']['w'])[k]) for k,v in personal.items())
+    assert all(k.startswith('body') for k in c.message['w'])
+    for i in range(4): assert same(fed.method.personal(client_view(fed, state, i, 2)), state['memory'][str(i)]['own'] if str(i) in state['memory'] else fed.net.weights())
 
-def test_fedas_weighs_by_the_squared_gradients_of_its_batches():
-    fed = whole(FedAS(), sizes=(20,), per_round=1, rounds=1, local=Local(1, 100, SGD(.1)))
+def test_fedas_aligns_over_whole_batches_in_stored_order_class_by_class():
+    "20 samples: one step over the first 16, and the prototypes are theirs; 5 samples: one step over all"
+    for n,used in ((20, 16), (5, 5)):
+        fed = whole(FedAS(lr=.1), sizes=(n,), per_round=1)
+        state = begin(fed); state['server']['w'] = {k: v+.3 for k,v in state['server']['w'].items()}
+        c = client_view(fed, state, 0, 0); own,x,y = c.memory['own'],c.x[:used],c.y[:used]
+        def loss(w): z,p = c.net.features(w, {}, x),c.net.features(own, {}, x); return sum(((z[y==k]-p[y==k].mean(0).detach())**2).mean() for k in y.unique())
+        w,body = begin_client(fed, c),c.message['w']
+        g,_ = gradient(loss, body)
+        for k in body: torch.testing.assert_close(w[k], body[k]-.1*g[k])
+
+@pytest.mark.parametrize('size', [100, 8])
+def test_fedas_weighs_by_the_squared_gradients_of_its_whole_batches(size):
+    fed = whole(FedAS(), sizes=(20,), per_round=1, rounds=1, local=Local(1, size, SGD(.1)))
     m = one_by_one(fed, begin(fed), [0], 0)[0]['message']; c = client_view(fed, begin(fed), 0, 0)
-    g,_ = gradient(lambda w: F.cross_entropy(c.net.logits(w, {}, c.x), c.y), m['w'])
-    torch.testing.assert_close(m['trace'], sum(v.square().sum() for v in g.values()))
+    def squares(i): return sum(v.square().sum() for v in gradient(lambda w: F.cross_entropy(c.net.logits(w, {}, c.x[i]), c.y[i]), m['w'])[0].values())
+    torch.testing.assert_close(m['trace'], sum(squares(i) for i in ([slice(20)] if size==100 else [slice(8), slice(8, 16)])))
 
 def test_fedas_aligns_a_copy_and_not_the_server_s_model():
     fed = whole(FedAS(lr=.5)); state = begin(fed); before = {k: v.clone() for k,v in state['server']['w'].items()}
@@ -346,26 +400,35 @@ def test_fedpac_trains_the_head_first_and_then_only_the_body():
     m = one_by_one(fed, state, [2], 0)[0]['message']
     assert all(torch.equal(m['w'][k], w[k])==k.startswith('head') for k in w)
 
-def test_fedpac_pulls_known_classes_to_their_prototypes():
+def test_fedpac_pulls_classes_to_their_prototypes_or_to_the_client_s_own():
     fed = whole(FedPAC(lam=3.), sizes=(20,), per_round=1, rounds=1, local=Local(1, 100, SGD(.1)))
     def after(**extra): state = begin(fed); state['server'].update(extra); return one_by_one(fed, state, [0], 0)[0]['message']['w'],client_view(fed, state, 0, 0)
     p,known = torch.linspace(-1, 1, 24).view(3, 8),torch.tensor([True,False,True])
     (a,c),(b,_) = after(prototypes=p, known=known),after()
     w = begin_client(fed, c)
-    def pull(w): z = c.net.features(w, {}, c.x); return (known[c.y][:,None]*(z-p[c.y])).square().mean()
+    goal = torch.where(known[:,None], p, class_means(c.net.features(c.message['w'], {}, c.x), c.y, 3)[0])
+    def pull(w): return F.mse_loss(c.net.features(w, {}, c.x), goal[c.y])
     g,_ = gradient(pull, w)
     for k in a: torch.testing.assert_close(a[k], b[k]-.1*3*g[k]*(not k.startswith('head')), rtol=1e-4, atol=1e-6)
 
-def test_fedpac_gives_each_client_its_own_head():
+def test_fedpac_gives_each_client_its_own_head_and_scores_it():
     fed = whole(FedPAC(), rounds=1, per_round=3)
     state = run(fed)[0]
-    heads = state['server']['heads']
+    heads,fresh = state['server']['heads'],fed.net.weights()
     assert len(heads)==3
     for i in range(4):
-        sent = fed.method.send(state['server'], i)['w']
-        assert same({k: v for k,v in sent.items() if k.startswith('head')}, heads[str(i)] if str(i) in heads else {k: v for k,v in state['server']['w'].items() if k.startswith('head')})
-    resumed = whole(FedPAC(), rounds=2, per_round=3)
-    assert run(resumed)[0]['server']['known'].any()
+        w = fed.method.personal(client_view(fed, state, i, 1))
+        assert same(w, {**state['server']['w'], **heads.get(str(i), {k: v for k,v in fresh.items() if k.startswith('head')})})
+    assert run(whole(FedPAC(), rounds=2, per_round=3))[0]['server']['known'].any()
+
+def test_fedpac_trains_the_head_with_momentum_and_decay_of_its_own():
+    fed = whole(FedPAC(), sizes=(20,), per_round=1, local=Local(1, 8, SGD(.3)))
+    c = client_view(fed, begin(fed), 0, 0); w = begin_client(fed, c)
+    head = torch.nn.Linear(8, 3); head.load_state_dict({k[5:]: v for k,v in c.message['w'].items() if k.startswith('head')})
+    opt = torch.optim.SGD(head.parameters(), .1, .5, weight_decay=5e-4)
+    with seeded(0, 'start', 0, 0): order = torch.randperm(20)
+    for i in order.split(8): opt.zero_grad(); F.cross_entropy(head(c.net.features(w, {}, c.x[i])), c.y[i]).backward(); opt.step()
+    torch.testing.assert_close(w['head.weight'], head.weight.detach())
 
 def test_local_training_is_fedavg_with_one_client_and_sends_nothing():
     fed = whole(LocalOnly(), per_round=4)
@@ -375,3 +438,48 @@ def test_local_training_is_fedavg_with_one_client_and_sends_nothing():
     w = begin(alone)
     for r in range(3): reply = one_by_one(alone, w, [2], r)[0]; w = dict(w, server=dict(w=reply['message']['w']))
     assert same(fed.method.personal(client_view(fed, state, 2, 3)), w['server']['w'])
+
+# ---- against the oracles: three rounds in float64, the server's model and what is scored for every client
+
+def small(m, **kw):
+    "A network of one hidden layer, clients of unlike sizes, and what the oracles are given"
+    with seeded(0, 'small'): module = Classifier(torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.ReLU()), torch.nn.Linear(8, 3)).double()
+    fed = federation(m, module=module, local=Local(2, 4, SGD(.1, **kw)), per_round=2)
+    fed.data.x,fed.data.test = fed.data.x.double(),(fed.data.test[0].double(),fed.data.test[1])
+    views = {(r, i): client_view(fed, begin(fed), i, r) for r in range(-1, 4) for i in range(4)}
+    steps = {k: [torch.from_numpy(b) for b,_ in plan(c)] for k,c in views.items()}
+    return fed,[(views[0,i].x, views[0,i].y) for i in range(4)],[{i: steps[r,i] for i in taking_part(fed, r)} for r in range(3)],steps
+
+def agree(fed, out, logits=oracles.logits):
+    state,rows = run(fed)
+    for k,v in out[-1]['w'].items(): torch.testing.assert_close(state['server']['w'][k], v, rtol=1e-5, atol=1e-7)
+    for i,w in out[-1]['personal'].items():
+        c = client_view(fed, state, i, 3)
+        torch.testing.assert_close(fed.net.logits(fed.method.personal(c), {}, c.x), logits(w, c.x), rtol=1e-5, atol=1e-6)
+    return rows
+
+def down(rows): return [r[3] for r in rows if r[2]=='bytes_down' and r[0] > 0]
+
+def test_fedala_is_its_oracle():
+    fed,clients,rounds,_ = small(FedALA(), momentum=.5)
+    slices = {(r, i): int(stream(0, 'mixing', r, i).integers(len(y)-int(.8*len(y))+1)) for r in range(4) for i,(_,y) in enumerate(clients)}
+    out = oracles.oracle_fedala(fed.net.weights(), clients, rounds, .1, slices, momentum=.5)
+    assert down(agree(fed, out))==[nbytes(dict(w=fed.net.weights()))*len(o['down_numbers']) for o in out]
+
+@pytest.mark.parametrize('mu', [1., .2])
+def test_feddbe_is_its_oracle(mu):
+    fed,clients,rounds,steps = small(FedDBE(kappa=2., mu=mu))
+    agree(fed, oracles.oracle_feddbe(fed.net.weights(), clients, rounds, .1, {i: steps[-1,i] for i in range(4)}, mu, 2.), oracles.dbe_logits)
+
+def test_fedas_is_its_oracle():
+    fed,clients,rounds,_ = small(FedAS(lr=.1), momentum=.5)
+    def whole(i, size): n = len(clients[i][1]); return list(torch.arange(n).split(size))[:max(1, n//size)]
+    each = [(r, i) for r in range(3) for i in range(4)]
+    out = oracles.oracle_fedas(fed.net.weights(), clients, rounds, .1, {(r, i): whole(i, 16) for r,i in each}, {(r, i): whole(i, 4) for r,i in each}, .1, {(r, i): torch.cat(whole(i, 16)) for r,i in each}, .5)
+    assert down(agree(fed, out))==[nbytes(dict(w=part(fed.net.weights(), 'body')))*len(o['down_numbers']) for o in out]
+
+def test_fedpac_is_its_oracle():
+    fed,clients,rounds,_ = small(FedPAC(), momentum=.5, weight_decay=5e-4)
+    def order(r, i):
+        with seeded(0, 'start', r, i): return torch.randperm(len(clients[i][1])).split(4)
+    agree(fed, oracles.oracle_fedpac(fed.net.weights(), clients, rounds, .1, {(r, i): order(r, i) for r in range(3) for i in range(4)}))
