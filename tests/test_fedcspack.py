@@ -24,9 +24,12 @@ def test_packing_into_used_memory_leaves_nothing_of_it():
     w = dict(a=torch.arange(5.), b=torch.ones(2, 3))
     assert torch.equal(flat(w, 8, torch.full((16,), 7.)), torch.cat([torch.arange(5.), torch.ones(6), torch.zeros(5)]))
 
-def test_the_protocol_says_whether_the_test_set_is_shared_out():
+def test_the_protocol_says_how_samples_are_dealt_out_to_all_methods_alike():
     def leaky(**kw): return comparison_setting('FedAvg', .3, data='fashion_mnist_mini', **kw).leaky
     assert leaky(protocol='released') and not leaky() and not leaky(protocol='official')
+    for p,cap in (('official', {}), ('released', dict(convention='by_class_capped', min_size=64))):
+        for m,v in (('FedAvg','intended'), ('FedCSPACK','intended'), ('FedCSPACK','released')):
+            assert comparison_setting(m, .3, v, data='fashion_mnist_mini', protocol=p).partition==dict(name='dirichlet', alpha=.3, n_clients=100, **cap)
     with pytest.raises(Refused, match="did you mean 'released'"): leaky(protocol='realeased')
     with pytest.raises(Refused, match="did you mean 'FedAvg'"): comparison_setting('FedAvgg', .3, data='fashion_mnist_mini')
 

@@ -21,7 +21,7 @@ DIFFERENCES = [ # what, the paper says, the released code does, fedbook does
      'intended: one cosine over a client\'s local epochs; released: swing and constant'),
     ('centralised training', '15 epochs, cosine after a warm-up', 'five epochs of warm-up, then a cosine over ten; in the saved notebook of Table 5 no warm-up, but a cosine over ten epochs that begins anew with twice the period, so that training ends near the full rate; labels smoothed by 0.1, in the reported loss too',
      'as the code, a third of the epochs is warm-up; Table 5, released: the restart after two thirds of the epochs'),
-    ('non-IID split', 'N_c "distinct classes (sampled with replacement)"', 'shards of about n/100 samples a class, drawn with replacement: shared between clients, and N_c also multiplies a client\'s data',
+    ('non-IID split', 'N_c "distinct classes (sampled with replacement)"', 'shards of about n/100 samples a class, drawn with replacement: shared between clients, one drawn twice counts twice, and N_c also multiplies a client\'s data',
      'intended: N_c distinct classes, disjoint, the same amount of data for every N_c; released: the shards'),
     ('augmentation', 'AutoAugment with the CIFAR-10 policy', 'switched off by accident: one data set object serves training and validation', 'none; so cached features are exact'),
     ('validation', '10 % of the training data', 'one part of 5,000 images for all', 'as the code'),
