@@ -5,7 +5,6 @@ import warnings
 import numpy as np, pytest, torch, torch.nn.functional as F
 from fedbook.errors import Refused
 from fedbook.features import class_means
-from fedbook.features import class_means
 from fedbook.method import FedAvg, Local, method, plan
 from fedbook.methods.fedala import FedALA
 from fedbook.methods.fedas import FedAS, misalignment
