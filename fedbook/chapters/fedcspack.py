@@ -46,6 +46,7 @@ def comparison_setting(
     evaluate_every:int=10, # Rounds between two evaluations
     protocol:str='official', # How samples are dealt out: the test set untouched, or all as 'released'
     method:dict={}, # Other hyper-parameters of the algorithm
+    validation:float=0., # Share of the training images that is kept for choices
     **settings, # `data`, `model`, `input` of a `Setting`
 ) -> Setting: # One cell of a table of paper 003
     "A method as in the tables and figures of paper 003; raises `Refused` for an unknown algorithm or protocol"
@@ -53,7 +54,7 @@ def comparison_setting(
     leaky = choose(protocol, ('official','released'), 'protocol')=='released'
     capped = dict(convention='by_class_capped', min_size=4*batch_size) if leaky else {}
     partition = dict(name='dirichlet', alpha=alpha, **capped) if alpha else dict(name='classes_per_client', classes=classes)
-    return Setting(method=m, partition=dict(partition, n_clients=clients[0]), validation=0., personal=True, leaky=leaky,
+    return Setting(method=m, partition=dict(partition, n_clients=clients[0]), validation=validation, personal=True, leaky=leaky,
         protocol=dict(rounds=rounds, per_round=clients[1], evaluate_every=evaluate_every), local=dict(epochs=epochs, batch_size=batch_size, optimiser=dict(name='sgd', lr=lr)), **settings)
 
 # %% ../../nbs/02_methods/40_chapter_fedcspack.ipynb #adad7820
