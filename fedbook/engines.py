@@ -97,7 +97,8 @@ def train(
     replies = replies_of(pairs, carry, losses)
     return [replies[order.index(j)] for j in range(len(cs))]
 
-def even(message, ragged): return {k: v for k,v in message.items() if k not in ragged} # what can be laid side by side
+# %% ../nbs/01_foundations/34_engines.ipynb #da55852b
+def even(message:dict, ragged:tuple) -> dict: return {k: v for k,v in message.items() if k not in ragged} # what can lie side by side
 
 # %% ../nbs/01_foundations/34_engines.ipynb #5b59180f
 OFTEN = 50 # Steps of a client
