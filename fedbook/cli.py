@@ -13,12 +13,12 @@ from .errors import Refused
 # %% ../nbs/01_foundations/61_cli.ipynb #3bd69661
 def list_(a) -> int:
     "Every table and figure, with its cost and state in each profile"
-    from fedbook.manifest import experiments, PROFILES
+    from fedbook.manifest import changed_runs, experiments, PROFILES
     from fedbook.papers import papers
     from fedbook.runner import state
     for e in experiments().values():
         print(f'{e.id}  {e.title}')
-        for p in PROFILES:
+        for p in (*PROFILES, *changed_runs(e.id)):
             s = state(e.id, p)
             cost = f'{s["seconds"]:.0f} s of computing' + f' on {s["device"]}'*bool(s['device']) if 'seconds' in s else 'cost not measured yet'
             print(f'    {p:7} {s["state"]:8} {cost}')
@@ -31,7 +31,7 @@ def list_(a) -> int:
 def reproduce(a) -> int:
     "Make tables and figures"
     from fedbook.runner import index, reproduce as work
-    results = work(a.ids, a.profile, a.j, a.resume, dict(map(assignment, a.p)))
+    results = work(a.ids, a.profile, a.j, a.resume, dict(map(assignment, a.p)), a.rerun)
     print(f'Open {index()}')
     return int(any(r['status']!='ok' for r in results))
 
@@ -50,11 +50,11 @@ def assignment(
 # %% ../nbs/01_foundations/61_cli.ipynb #1271662d
 def show(a) -> int:
     "Print a table that was made"
-    from fedbook.manifest import experiment, output_folder
+    from fedbook.manifest import changed_runs, experiment, output_folder
     from fedbook.errors import require
-    profiles = [a.profile] if a.profile else ['paper','laptop','smoke']
+    profiles = [a.profile] if a.profile else ['paper','laptop','smoke',*changed_runs(a.id)]
     found = [f for p in profiles if (f := output_folder(experiment(a.id).id, p)/'table.md').exists()]
-    require(found, f'{a.id} has not been made yet; make it with: fedbook reproduce {a.id} --profile {profiles[-1]}')
+    require(found, f'{a.id} has not been made yet; make it with: fedbook reproduce {a.id} --profile {(a.profile or "smoke").split("-")[0]}')
     print(found[0].read_text())
     print(f'Picture, rows and notebook: {found[0].parent}')
     return 0
@@ -136,14 +136,15 @@ def add_reproduce(p):
     p.add_argument('ids', nargs='*', metavar='ID', help='tables and figures, e.g. 000-table7; none for all')
     p.add_argument('--profile', default='smoke', help='smoke (seconds), laptop (real data, minutes) or paper (the printed scale)')
     p.add_argument('-j', type=int, default=2, metavar='N', help='notebooks at a time (2)')
-    p.add_argument('-p', action='append', default=[], metavar='NAME=VALUE', help='another value for a parameter of the notebooks, e.g. seeds=[0,1]')
+    p.add_argument('-p', action='append', default=[], metavar='NAME=VALUE', help='another value for a parameter of the notebooks, e.g. seeds=[0,1]; the table then gets a folder of its own')
     p.add_argument('--resume', action=argparse.BooleanOptionalAction, default=True, help='keep the runs that are finished (the default)')
+    p.add_argument('--rerun', action=argparse.BooleanOptionalAction, default=True, help='run what is missing (the default); without, the table is made from the runs there are, and those of older code are marked')
 
 # %% ../nbs/01_foundations/61_cli.ipynb #279e1eeb
 def add_show(p):
     "The arguments of `show`"
     p.add_argument('id', metavar='ID', help='a table or figure')
-    p.add_argument('--profile', help='which run of it; the largest by default')
+    p.add_argument('--profile', help='which run of it, as `fedbook list` names them; the largest by default')
 
 # %% ../nbs/01_foundations/61_cli.ipynb #f148254f
 def add_data(p):

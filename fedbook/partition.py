@@ -77,7 +77,7 @@ def draw_table(
 @dataclass(frozen=True, eq=False, repr=False)
 class Partition:
     "Who holds which samples; shows itself as a heat map of classes by clients"
-    clients: list[np.ndarray] # Per client, sorted int64 indices into the labels
+    clients: list[np.ndarray] # Per client, sorted int64 indices into the labels; one that is there twice counts twice
     scheme: str # Name of the scheme
     settings: dict # Its settings, the seed included, as JSON values
     n: int # Number of samples there were
@@ -124,7 +124,7 @@ def partition(
     **settings, # What the scheme was called with
 ) -> Partition:
     "A `Partition`, with what was dropped and shared counted"
-    n, held = len(labels), np.bincount(np.concatenate(clients), minlength=len(labels))
+    n, held = len(labels), np.bincount(np.concatenate([np.unique(c) for c in clients]), minlength=len(labels))
     return Partition(clients, scheme, settings, n, moved/n, float((held==0).mean()), float((held>1).mean()), class_counts(clients, labels))
 
 # %% ../nbs/01_foundations/12_partition.ipynb #5eeb6441
@@ -256,8 +256,8 @@ def shards_with_replacement(
     shards = [np.array_split(m, max(1, len(m)//n_clients)) for m in members]
     rng, clients = stream(seed, 'shards_with_replacement'), []
     for _ in range(n_clients):
-        drawn = {(c, rng.integers(len(shards[c]))) for c in rng.integers(len(shards), size=classes)}
-        clients.append(np.sort(np.concatenate([shards[c][i] for c,i in drawn]), kind='stable'))
+        drawn = [shards[c][rng.integers(len(shards[c]))] for c in rng.integers(len(shards), size=classes)]
+        clients.append(np.sort(np.concatenate(drawn), kind='stable'))
     return partition('shards_with_replacement', clients, labels, n_clients=n_clients, classes=classes, seed=seed)
 
 # %% ../nbs/01_foundations/12_partition.ipynb #e4223b61

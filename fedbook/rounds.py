@@ -366,10 +366,10 @@ def aggregated(
 def told(
     fed:Federation, # The run
     state:dict, # Its state
-    ids:list, # The clients that were not drawn
+    ids:list, # The clients that were not drawn, or are set aside
     r:int, # Which round, from 0
 ) -> tuple[dict, int]: # Client's name to its memory, and the bytes sent
-    "What clients that were not drawn keep of a round; nothing is sent to them by most methods"
+    "What clients without a part in a round keep of it; nothing is sent to them by most methods"
     if usual(fed.method, 'receive') or not ids: return {},0
     views = client_views(fed, state, ids, r)
     def heard(c):
@@ -387,7 +387,7 @@ def merged(
     "What the server makes of a round's replies"
     replies = dict(zip(times, replies))
     new,good = aggregated(fed, state, times, usable(fed, state, replies, r), r)
-    kept,down = told(fed, state, [i for i in range(len(fed.data.clients)) if i not in times], r)
+    kept,down = told(fed, state, [i for i in range(len(fed.data.clients)) if i not in good], r)
     memory = state['memory'].after({str(i): a['memory'] for i,a in good.items()} | kept)
     sums = {k: sum(a[k] for a in good.values()) for k in ('loss','down','up')}
     rows = [['train_loss', sums['loss']/len(good)]] if good else []

@@ -14,14 +14,14 @@ import json, logging, multiprocessing, os, tempfile, threading, time, warnings
 from tqdm.auto import tqdm
 from .errors import nearest, Refused, require
 from .files import writing
-from .manifest import experiment, experiments, output_folder, root
+from .manifest import changed_name, changed_runs, experiment, experiments, output_folder, root
 
 # %% ../nbs/01_foundations/60_runner.ipynb #31d0ca92
 @dataclass(frozen=True)
 class Job:
     "One table to make"
     id: str # E.g. '000-table7'
-    profile: str # smoke, laptop or paper
+    profile: str # smoke, laptop or paper, or one of them with changed parameters
     notebook: Path # The source
     parameters: dict # For its parameters cell
     folder: Path # For everything it makes
@@ -34,12 +34,13 @@ def plan(
     parameters:dict={}, # Instead of the manifest's
 ) -> list[Job]: # Checked
     "The jobs for some tables; raises `Refused` for anything that would not run as asked"
-    jobs = []
+    wanted,jobs = parameters.get('profile'),[]
+    require(wanted is None, f'The parameter profile only names a run; choose another with --profile {wanted}.')
     for e in map(experiment, ids or experiments()):
         nb,given = root()/'nbs'/e.notebook,changed(e.parameters(profile), parameters)
         check_parameters(nb, given)
         check_values(given)
-        jobs.append(Job(e.id, profile, nb, given, output_folder(e.id, profile), e.timeout))
+        jobs.append(Job(e.id, given['profile'], nb, given, output_folder(e.id, given['profile']), e.timeout))
     return jobs
 
 # %% ../nbs/01_foundations/60_runner.ipynb #51d7326d
@@ -48,8 +49,12 @@ def changed(
     parameters:dict, # Instead of those
 ) -> dict: # All parameters, with a note on the changed ones
     "Parameters in place of a profile's, and said so; the engine changes no result, and each row names it"
-    differ = ', '.join(f'{k} = {v!r}' for k,v in parameters.items() if manifest.get(k)!=v and k!='engine')
-    return manifest | parameters | (dict(stand_in=manifest['stand_in'] | dict(changed=differ)) if differ and 'stand_in' in manifest else {})
+    given,differ = manifest | parameters,{k: v for k,v in parameters.items() if manifest.get(k)!=v and k!='engine'}
+    if not differ: return given
+    require(isinstance(given.get('stand_in', {}), dict), 'The parameter stand_in must be a table of what replaces what, e.g. stand_in={data="..."}.')
+    words = ', '.join(f'{k} = {v!r}' for k,v in differ.items())
+    noted = dict(stand_in=given['stand_in'] | dict(changed=words)) if 'stand_in' in given else {}
+    return given | dict(profile=changed_name(manifest['profile'], differ)) | noted
 
 # %% ../nbs/01_foundations/60_runner.ipynb #a14632b9
 def notebook_parameters(
@@ -142,9 +147,10 @@ def reason(
 # %% ../nbs/01_foundations/60_runner.ipynb #6afa871c
 def worker(
     cores:int, # That it may keep busy, with worker processes of its own
+    rerun:bool=True, # Shall its notebooks run what is missing?
 ):
     "What a worker process does first: one thread for its kernels, and an end when its parent has ended"
-    os.environ.update(FEDBOOK_CORES=str(cores), OMP_NUM_THREADS='1', MKL_NUM_THREADS='1', TQDM_DISABLE='1', PYDEVD_DISABLE_FILE_VALIDATION='1')
+    os.environ.update(FEDBOOK_CORES=str(cores), FEDBOOK_RERUN=str(int(rerun)), OMP_NUM_THREADS='1', MKL_NUM_THREADS='1', TQDM_DISABLE='1', PYDEVD_DISABLE_FILE_VALIDATION='1')
     parent = os.getppid()
     def watch():
         while os.getppid()==parent: time.sleep(.5)
@@ -158,14 +164,18 @@ def reproduce(
     workers:int=2, # Notebooks at a time
     resume:bool=True, # Keep the runs that are finished?
     parameters:dict={}, # Instead of the manifest's, for every table
+    rerun:bool=True, # Run what is missing? Else take the runs there are, those of older code too
     say=print, # Told one line per finished job
 ) -> list[dict]: # Per job: id, status, seconds, error
     "Make tables; raises `Refused` before any kernel starts if one of them would not run as asked"
     require(workers >= 1, f'-j must be at least 1, not {workers}.')
     jobs,results,known = plan(ids, profile, parameters),[],set()
+    require(rerun or resume, 'Without rerun the finished runs are all there is; leave out --no-resume or --no-rerun.')
     for j in jobs: clear(j, resume)
+    for j in jobs:
+        if j.profile!=profile: say(f'{j.id:12} has other parameters than {profile} and goes to {j.folder}')
     workers = min(workers, len(jobs))
-    with ProcessPoolExecutor(workers, multiprocessing.get_context('spawn'), worker, (max(1, os.cpu_count()//workers),)) as pool:
+    with ProcessPoolExecutor(workers, multiprocessing.get_context('spawn'), worker, (max(1, os.cpu_count()//workers), rerun)) as pool:
         pending = {pool.submit(run_job, j) for j in jobs}
         with tqdm(desc=profile, disable=None, bar_format='{desc} {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} runs [{elapsed}, {postfix}]') as bar:
             while pending:
@@ -223,7 +233,7 @@ on each table.</p>{nav}{body}</html>"""
 # %% ../nbs/01_foundations/60_runner.ipynb #5198621e
 def index() -> Path: # figures/index.html
     "Write the page of everything that was made"
-    found = [(e, p, output_folder(e.id, p)) for e in experiments().values() for p in ('paper','laptop','smoke')]
+    found = [(e, p, output_folder(e.id, p)) for e in experiments().values() for p in ('paper','laptop','smoke',*changed_runs(e.id))]
     found = [(e, p, f) for e,p,f in found if (f/'table.html').exists()]
     nav = '<ul>'+''.join(f'<li><a href="#{e.id}-{p}">{e.id}</a> ({p}): {e.title}</li>' for e,p,_ in found)+'</ul>'
     path = output_folder(next(iter(experiments())), 'smoke').parents[2]/'index.html'

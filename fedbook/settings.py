@@ -19,9 +19,10 @@ def setting(
     low=None, # The smallest sensible value
     above=None, # A value it must exceed
     high=None, # The largest sensible value
+    below=None, # A value it must stay under
 ): # A dataclass field
     "A dataclass field that carries its documentation and its bounds"
-    return field(default=default, metadata=dict(meaning=meaning, paper=paper, released=released, low=low, above=above, high=high))
+    return field(default=default, metadata=dict(meaning=meaning, paper=paper, released=released, low=low, above=above, high=high, below=below))
 
 # %% ../nbs/01_foundations/04_settings.ipynb #0894df27
 @dataclass(frozen=True)
@@ -45,15 +46,15 @@ class Checked:
 def check_bounds(
     name:str, # What the value is called
     value, # The value, `None` is let through
-    low=None, above=None, high=None, # Its bounds
+    low=None, above=None, high=None, below=None, # Its bounds
     **_, # Further documentation
 ):
     "Raise `Refused` where `value` lies outside its bounds"
-    if value is None or all(b is None for b in (low, above, high)): return
-    wanted = ' and '.join(w for w in (f'at least {low}' if low is not None else '', f'above {above}' if above is not None else '',
-                                      f'at most {high}' if high is not None else '') if w)
+    if value is None or all(b is None for b in (low, above, high, below)): return
+    bounds = {'at least': low, 'above': above, 'at most': high, 'below': below}
+    wanted = ' and '.join(f'{k} {b}' for k,b in bounds.items() if b is not None)
     number = isinstance(value, (int,float)) and not isinstance(value, bool) and value == value
-    ok = number and (low is None or value >= low) and (above is None or value > above) and (high is None or value <= high)
+    ok = number and (low is None or value >= low) and (above is None or value > above) and (high is None or value <= high) and (below is None or value < below)
     require(ok, f'{name} must be a number {wanted}, not {value!r}.')
 
 # %% ../nbs/01_foundations/04_settings.ipynb #3cb8ead5

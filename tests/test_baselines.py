@@ -34,6 +34,37 @@ def test_accumulation_is_the_formula(momentum):
     assert abs(accumulation(SGD(.3, momentum, .1), [1.]*7)-sum((1-momentum**k)/(1-momentum) for k in range(1, 8))) < 1e-9
     assert abs(accumulation(SGD(.3), [1., .5, .25])-1.75) < 1e-12
 
+@pytest.mark.parametrize('momentum,mu', [(0., 0.), (0., 2.), (.5, 2.), (.9, .3)])
+def test_accumulation_with_a_proximal_term_weighs_each_gradient(momentum, mu):
+    "The sum of what single gradients of one become, step by step; without momentum (1−ημ)^(n−1−k)"
+    lr,scales = .1,[1., .5, 1., .25, 1.]
+    def single(k): # (w₀−w)/η after a gradient of one at step k and none else
+        moved = v = 0.
+        for t,s in enumerate(scales): v = momentum*v + (t==k) - mu*lr*moved; moved += s*v
+        return moved
+    assert abs(accumulation(SGD(lr, momentum, .7), scales, mu)-sum(single(k) for k in range(5))) < 1e-12
+    if not momentum: assert abs(accumulation(SGD(lr), [1.]*4, mu)-sum((1-lr*mu)**k for k in range(4))) < 1e-12
+
+@pytest.mark.parametrize('name', ['fednova+fedprox','fedprox+fednova','fednova+moon'])
+def test_fednova_asks_for_the_proximal_term_of_the_method_it_is_combined_with(name):
+    "‖a‖₁ on the way to the server; MOON's μ is no such term"
+    local,m = Local(1, 4, SGD(.1)),method(name, mu=3.)
+    fed = whole(m, rounds=1, per_round=4, local=local)
+    a = [r['message']['a'].item() for r in one_by_one(fed, begin(fed), [0,1,2,3], 0)]
+    q = .7 if 'prox' in name else 1.
+    assert a==pytest.approx([sum(q**k for k in range(n)) for n in (2,3,5,2)])
+
+def test_fednova_with_a_proximal_term_reaches_what_one_client_would_on_linear_losses():
+    "A loss that is linear in one weight with slope 1 for all, unequal steps: normalised changes are equal, −η each, and the server moves by −η τ_eff"
+    m,(lr,mu) = method('fednova+fedprox', mu=2.),(.1, 2.)
+    def change(n): w = 0.; [w := w - lr*(1+mu*w) for _ in range(n)]; return w
+    steps = (1,4,9)
+    norms = [accumulation(SGD(lr), [1.]*n, mu) for n in steps]
+    for n,a in zip(steps, norms): assert change(n)/a==pytest.approx(-lr)
+    zero = dict(w=torch.zeros((), dtype=torch.float64))
+    state = m.merge(m.server(zero), [dict(w=dict(w=torch.tensor(change(n), dtype=torch.float64)), a=torch.tensor(a, dtype=torch.float64)) for n,a in zip(steps, norms)], [1,1,1])
+    assert state['w']['w'].item()==pytest.approx(-lr*sum(norms)/3)
+
 def test_fednova_with_equal_steps_is_fedavg():
     sizes = (8, 8, 8, 8)
     a,b = (run(whole(m, sizes=sizes))[0]['server']['w'] for m in (FedNova(), FedAvg()))

@@ -1,14 +1,18 @@
 "Claims name cells that exist, and a verdict is what the pairs say."
-import pytest
-from fedbook.claims import against, Claim, claims, holds_in_print, examined, verdicts
+import math
+import numpy as np, pytest
+from scipy.stats import nct, t
+from fedbook.claims import against, Claim, claims, decided, examined, holds_in_print, seeds_needed, verdicts
 from fedbook.errors import Refused
 from fedbook.papers import printed, printed_ids
+from fedbook.results import ALPHA, p_value
 
 EVERY = claims()
 def run(seed, accuracy, variant='intended', model='vit', **cell): return dict(model=model, data='x', stand_in=dict(model='a toy'), seed=seed, cell=cell, variant=variant, fingerprint=f'{seed}{cell}{variant}', rows=[[1, None, 'accuracy', accuracy]], paper='000', table='000-table6', profile='smoke')
-def verdict(*better, c=None): # per seed, by how much 8 epochs beat 4
+def pairs(*epochs, **kw): return Claim('x', '000-table6', '', '', [[dict(epochs=a), dict(epochs=b)] for a,b in epochs], **kw)
+def verdict(*better, c=pairs((8, 4))): # per seed, by how much 8 epochs beat 4
     records = [r for s,d in enumerate(better) for r in (run(s, 50., epochs=4), run(s, 50.+d, epochs=8))]
-    return examined(c or Claim('x', '000-table6', '', '', [[dict(epochs=8), dict(epochs=4)]]), records, 'intended')
+    return examined(c, records, 'intended')
 
 @pytest.mark.parametrize('c', EVERY, ids=lambda c: c.id)
 def test_a_claim_names_cells_of_its_table(c):
@@ -25,34 +29,112 @@ def test_what_the_printed_numbers_say():
     no = {c.id for c in EVERY if not holds_in_print(c)}
     assert no=={"000-table5-lowest","000-table10-mode"}
 
-@pytest.mark.parametrize('better,word', [((1., 2., .1), 'holds'), ((1., 2., -.1), 'holds on average'), ((1., -2., .1), 'fails'), ((-1., -1., -1.), 'fails'), ((1.,), 'holds'), ((0.,), 'fails')])
+@pytest.mark.parametrize('better,word', [((1., 1.2, 1.1), 'holds'), ((-1., -1.2, -1.1), 'fails'), ((1., 2., .1), 'undecided: leans to yes, 3 seeds, about 9 needed'),
+    ((-1., -2., -.1), 'undecided: leans to no, 3 seeds, about 9 needed'), ((9.,), 'undecided: leans to yes, 1 seed, at least 2 needed'), ((-9.,), 'undecided: leans to no, 1 seed, at least 2 needed'),
+    ((0.,), 'undecided: leans to neither side, 1 seed'), ((0., 0.), 'undecided: leans to neither side, 2 seeds'), ((1., -1.01), 'undecided: leans to no, 2 seeds, over 1000 needed'), ((1., math.nan), 'diverged')])
 def test_verdicts(better, word):
-    t = verdict(*better)
-    assert t['verdict']==word and abs(t['difference']-sum(better)/len(better)) < 1e-9 and t['share']==sum(b > 0 for b in better)/len(better)
+    found = verdict(*better)
+    assert found['verdict']==word and found['seeds']==len(better)
+    if word!='diverged': assert found['difference']==pytest.approx(sum(better)/len(better))
+
+def fixed(m, values): return [run(s, v+noise, epochs=e) for s in range(m) for e,v in values.items() for noise in [.01*s*e]]
 
 def test_one_pair_that_goes_the_other_way_is_enough_to_fail():
-    records = [run(s, v, epochs=e) for s in (0,1) for e,v in ((4,50.),(8,60.),(16,55.))]
-    assert examined(Claim('x', '000-table6', '', '', [[dict(epochs=8), dict(epochs=4)], [dict(epochs=16), dict(epochs=8)]]), records, 'intended')['verdict']=='fails'
+    assert examined(pairs((8, 4), (16, 8)), fixed(3, {4: 50., 8: 60., 16: 55.}), 'intended')['verdict']=='fails'
+
+def test_one_pair_that_is_not_sure_leaves_the_claim_undecided():
+    records = fixed(3, {4: 50., 8: 60.})+[run(s, v, epochs=16) for s,v in enumerate((60., 63., 61.))]
+    found = examined(pairs((8, 4), (16, 8)), records, 'intended')
+    assert found['verdict'].startswith('undecided: leans to yes, 3 seeds') and found['weakest']=='epochs 16 against epochs 8'
+
+def test_a_reversed_pair_among_many_needs_more():
+    "Holm: p = 1.3 % fails alone, but not among three"
+    back = [run(s, 50.-d, epochs=16) for s,d in enumerate((1., 1.4, 1.7))]+[run(s, 50., epochs=8) for s in range(3)]
+    assert examined(pairs((16, 8)), back, 'intended')['verdict']=='fails'
+    many = back+[run(s, 50.-d, epochs=e) for e in (4, 2) for s,d in enumerate((3., 9., 5.))]
+    assert examined(pairs((16, 8), (8, 4), (8, 2)), many, 'intended')['verdict'].startswith('undecided: leans to no, 3 seeds, about')
 
 def test_lower_may_be_better():
-    c = Claim('x', '000-table6', '', '', [[dict(epochs=8), dict(epochs=4)]], better='lower')
-    assert verdict(-1., -2., c=c)['verdict']=='holds' and verdict(1., c=c)['verdict']=='fails'
+    c = pairs((8, 4), better='lower')
+    assert verdict(-1., -1.1, -1.2, c=c)['verdict']=='holds' and verdict(1., 1.1, 1.2, c=c)['verdict']=='fails' and 'leans to yes' in verdict(-1., c=c)['verdict']
+
+def gaps(n, m, lead):
+    "Between one A and m methods whose spreads differ by a factor of ten; the most variable one is as good as A, the others are `lead` worse"
+    rng = np.random.default_rng([n, m, lead])
+    return rng.normal(size=(120000//m, 1, n)) - rng.normal(size=(120000//m, m, n))*np.geomspace(10, 1, m)[:,None] + lead*(np.arange(m) > 0)[:,None]
+
+@pytest.mark.parametrize('lead', [0, 1000])
+@pytest.mark.parametrize('m', [1, 10, 30])
+@pytest.mark.parametrize('n', [2, 3, 5, 10])
+def test_equal_methods_are_seldom_told_apart(n, m, lead):
+    "At most 2.5 % hold and 5 % fail, but for what the number of draws leaves to chance"
+    found,allowed = decided(p_value(gaps(n, m, lead))),3.3*(.025*m/120000)**.5
+    assert np.mean(found==1) <= .025+allowed and np.mean(found==-1) <= .05
+
+def test_pooled_spreads_would_not_keep_the_rates():
+    d = gaps(3, 10, 1000)
+    error = (d.var(-1, ddof=1)/3).mean(-1, keepdims=True)**.5
+    assert np.mean(decided(t.sf(d.mean(-1)/error, 20))==1) > .1
+
+def test_decided_by_hand():
+    assert [int(decided(np.array(p))) for p in ([.025], [.026], [.976], [.974], [.01, .02], [.01, .98], [.01, .988], [.5, .5])]==[1, 0, -1, 0, 1, 0, -1, 0]
+
+def test_one_seed_decides_nothing():
+    assert not decided(p_value(np.random.default_rng(0).normal(size=(100, 3, 1)))).any() and verdict(40.)['verdict'].startswith('undecided')
+
+@pytest.mark.parametrize('d', [.5, 1., 3.])
+def test_the_seeds_needed_decide_in_four_of_five_cases(d):
+    n = seeds_needed([d-.5**.5, d+.5**.5]) # standard deviation 1
+    power = lambda k: nct.sf(t.isf(ALPHA, k-1), k-1, d*k**.5)
+    assert power(n) > .77 and power(n-2) < .8
+
+@pytest.mark.parametrize('cifar,word', [(((1., 1.1), (1., 1.1), (1., 1.1)), 'undecided: near chance'), (((1., 1.5), (1., 1.4), (1., 1.6)), 'holds'), (((.2, 1.), (.3, 1.1), (.2, 1.)), 'undecided: near chance')])
+def test_near_chance_nothing_is_decided(cifar, word):
+    records = [dict(run(s, v, epochs=e), data='cifar100') for s,both in enumerate(cifar) for e,v in zip((4, 8), both)]
+    assert examined(pairs((8, 4)), records, 'intended')['verdict']==word
+    assert examined(pairs((8, 4)), [dict(r, data='unheard of') for r in records], 'intended')['verdict']=='holds'
+
+def test_near_chance_a_loss_is_not_compared_but_bytes_are():
+    records = [dict(run(s, 1., epochs=e), data='cifar100') for s in range(3) for e in (4, 8)]
+    for r in records: r['rows'] += [[1, None, m, r['cell']['epochs']+.01*r['seed']*r['cell']['epochs']] for m in ('loss','bytes','personal_accuracy')]
+    words = {m: examined(pairs((8, 4), metric=m), records, 'intended')['verdict'] for m in ('accuracy','loss','bytes','personal_accuracy')}
+    assert words==dict(accuracy='undecided: near chance', loss='undecided: near chance', bytes='holds', personal_accuracy='holds')
+
+def test_pairs_near_chance_are_counted_and_named():
+    records = [dict(run(s, v+.01*s*e, epochs=e), data='cifar100') for s in range(3) for e,v in ((2, .8), (4, .9), (8, 20.))]
+    found = examined(pairs((8, 4), (4, 2)), records, 'intended')
+    assert found['verdict']=='undecided: leans to yes, 3 seeds, 1 of 2 pairs near chance' and found['weakest']=='epochs 4 against epochs 2'
+
+def test_a_diverged_run_is_named():
+    records = fixed(3, {4: 50., 8: 60., 16: 70.})
+    records[-1]['rows'].append([1, None, 'loss', None]) # its accuracy is finite
+    found = examined(pairs((8, 4), (16, 8)), records, 'intended')
+    assert found['verdict']=='diverged' and found['weakest']=='epochs 16 against epochs 8' and math.isnan(found['difference'])
+    table = verdicts('000-table6', [r|dict(cell=r['cell']|dict(rounds=20)) for r in records]).to_markdown()
+    assert '| diverged | epochs 16 against epochs 8 | – | 3 |' in table and 'nan' not in table
+
+def test_claims_about_older_code_have_no_verdict():
+    records = fixed(3, {4: 50., 8: 60., 16: 70.})
+    records[0]['older'] = True
+    assert examined(pairs((8, 4)), records, 'intended')['verdict']=='of older code' and examined(pairs((16, 8)), records, 'intended')['verdict']=='holds'
+    t = verdicts('000-table6', records)
+    assert t.frame.verdict.tolist()==['of older code'] and t.frame['difference [95 %]'][0]!='–' and '1 of 9 runs are of older code' in t.to_markdown()
 
 def test_the_weakest_pair_is_named_and_missing_cells_are_counted():
     records = [run(s, v+s, epochs=e) for s in (0,1) for e,v in ((4,50.),(8,60.),(16,61.))]
-    c = Claim('x', '000-table6', '', '', [[dict(epochs=8), dict(epochs=4)], [dict(epochs=16), dict(epochs=8)], [dict(epochs=32), dict(epochs=16)]])
-    t = examined(c, records, 'intended')
-    assert t['weakest']=='epochs 16 against epochs 8' and t['verdict']=='holds (2 of 3 pairs)' and t['difference']==1
+    c = pairs((8, 4), (16, 8), (32, 16))
+    found = examined(c, records, 'intended')
+    assert found['weakest']=='epochs 16 against epochs 8' and found['verdict']=='holds (2 of 3 pairs)' and found['difference']==1
     assert examined(c, records, 'released')==dict(verdict='not tested', pairs=0)
 
 def test_cells_with_different_backbones_are_not_compared():
     records = [run(0, 50., epochs=4), run(0, 60., model='cnn', epochs=8)]
-    t = examined(Claim('x', '000-table6', '', '', [[dict(epochs=8), dict(epochs=4)]]), records, 'intended')
-    assert t==dict(verdict='not tested: its cells have different backbones or data', pairs=0)
+    assert examined(pairs((8, 4)), records, 'intended')==dict(verdict='not tested: its cells have different backbones or data', pairs=0)
 
 def test_a_table_of_verdicts():
     t = verdicts('000-table6', [run(s, v, variant, epochs=e, rounds=20) for s in (0,1) for variant in ('intended','released') for e,v in ((4,50.),(8,60.),(16,61.))])
-    assert t.frame.verdict.tolist()==['holds','holds'] and t.frame['in the printed numbers'].tolist()==['yes','yes'] and 'epochs 16 against epochs 8' in t.to_markdown() and 'a toy' in t.to_markdown()
+    assert list(t.frame)==['claim','in the printed numbers','variant','verdict','weakest pair','difference [95 %]','seeds']
+    assert t.frame.verdict.tolist()==['holds','holds'] and t.frame.seeds.tolist()==['2','2'] and t.frame['in the printed numbers'].tolist()==['yes','yes'] and 'epochs 16 against epochs 8' in t.to_markdown() and 'a toy' in t.to_markdown()
 
 def test_words(): assert against(dict(a=1, b=2), dict(a=1, b=3))=='b 2 against b 3 (a 1)'
 

@@ -3,6 +3,7 @@ import json, os, shutil, signal, subprocess, sys, time, zipfile
 from pathlib import Path
 import nbformat, pytest
 from nbformat.v4 import new_code_cell, new_notebook
+from fedbook.manifest import figures, output_folder
 from fedbook.runner import Job, plan, run_job, state
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -19,7 +20,8 @@ def refused(p):
 @pytest.mark.parametrize('args,named', [(['reproduce','000-tabel7'], '000-table7'), (['reproduce','--profile','labtop'], 'laptop'), (['reproduce','-j','0'], '-j'),
     (['reproduce','000-table7','-p','sedes=[0]'], 'seeds'), (['reproduce','000-table7','-p','seeds=[0'], 'NAME=VALUE'), (['reproduce','000-table7','-p','data=mnits'], "'mnist'"), (['show','000-table77'], '000-table7'),
     (['reproduce','000-table7','-p','data="mnits"'], "'mnist'"), (['reproduce','000-table7','-p','model={name="sofmax"}'], "'softmax'"),
-    (['reproduce','--profile','laptop'], 'cifar100.npz'), (['show','000-table6'], 'has not been made'), (['data','fetch','cifar1O'], 'cifar10'), (['data','fetch','cifar100'], 'cifar100.npz'), (['unchanged','/nowhere'], 'no checkout')])
+    (['reproduce','--profile','laptop'], 'cifar100.npz'), (['show','000-table6'], 'has not been made'), (['data','fetch','cifar1O'], 'cifar10'), (['data','fetch','cifar100'], 'cifar100.npz'), (['reproduce','000-table7','-p','profile=laptop'], '--profile laptop'), (['reproduce','--no-rerun','--no-resume'], '--no-rerun'),
+    (['show','000-table6','--profile','laptop-changed-../../x'], 'no profile'), (['reproduce','000-table7','-p','stand_in=[1]'], 'stand_in'), (['unchanged','/nowhere'], 'no checkout')])
 def test_bad_input_is_one_sentence_and_nothing_is_written(args, named, tmp_path):
     assert named in refused(fedbook(*args, FEDBOOK_FIGURES=tmp_path/'f'))
     assert not (tmp_path/'f').exists()
@@ -57,7 +59,7 @@ def test_a_picture_without_provenance_is_done(tmp_path, monkeypatch):
     assert state('000-figure1', 'smoke')==dict(state='done', seconds=2, device='') and state('000-figure1', 'laptop')==dict(state='not run')
     assert '    smoke   done     2 s of computing\n' in fedbook('list', FEDBOOK_FIGURES=tmp_path).stdout
 
-def test_a_notebook_without_data_takes_other_parameters(): assert plan(['002-figure6'], 'smoke', dict(draws=9))[0].parameters==dict(profile='smoke', draws=9)
+def test_a_notebook_without_data_takes_other_parameters(): assert (job := plan(['002-figure6'], 'smoke', dict(draws=9))[0]).parameters==dict(profile=job.profile, draws=9)
 
 def test_only_tables_and_figures_are_counted(): assert 'paper 002 LP-FT: 1 of 14 tables and figures are here' in fedbook('list').stdout
 
@@ -104,6 +106,7 @@ def numbers(folder):
     return {r['fingerprint']: (r['seed'], r['cell'], r['rows']) for r in map(json.loads, (folder/'rows.jsonl').read_text().splitlines())}
 
 TABLE = ['reproduce', '000-table6', '-p', 'rounds=12'] # long enough to be killed in the middle
+FOLDER = plan(['000-table6'], 'smoke', dict(rounds=12))[0].folder.relative_to(figures())
 
 @pytest.fixture(scope='module')
 def whole(tmp_path_factory):
@@ -115,24 +118,25 @@ def whole(tmp_path_factory):
 
 def test_a_table_through_papermill(whole):
     to,said = whole
-    made = {p.name for p in (to/'000/table6/smoke').iterdir()}
+    made = {p.name for p in (to/FOLDER).iterdir()}
     assert {'table.md','table.html','figure.svg','figure.png','rows.jsonl','provenance.json','notebook.ipynb','run.json'} <= made and 'failed.ipynb' not in made
-    table = (to/'000/table6/smoke/table.md').read_text()
-    assert '68.65' in table and 'Stand-ins: data: Fashion-MNIST' in table and 'Profile smoke' in table
+    table = (to/FOLDER/'table.md').read_text()
+    assert '68.65' in table and 'Stand-ins: data: Fashion-MNIST' in table and f'Profile {FOLDER.name};' in table
     assert 'changed: rounds = 12' in table, 'a profile with other parameters says so'
     assert '6 of 6 runs to do, about' in said and 'index.html' in said and 'figure.svg' in (to/'index.html').read_text()
-    assert 'smoke   done' in fedbook('list', FEDBOOK_FIGURES=to).stdout
+    listed = fedbook('list', FEDBOOK_FIGURES=to).stdout
+    assert f'{FOLDER.name} done' in listed and 'smoke   done' not in listed
     assert fedbook('show', '000-table6', FEDBOOK_FIGURES=to).stdout.startswith(table)
 
 def test_a_second_run_computes_nothing(whole):
-    rows = whole[0]/'000/table6/smoke/rows.jsonl'
+    rows = whole[0]/FOLDER/'rows.jsonl'
     before = rows.read_bytes()
     assert fedbook(*TABLE, FEDBOOK_FIGURES=whole[0]).returncode==0
     assert rows.read_bytes()==before
 
 def test_killed_in_the_middle_and_run_again(whole, tmp_path):
     "kill -9: finished cells are not computed again, and the result is the same"
-    folder = tmp_path/'000/table6/smoke'
+    folder = tmp_path/FOLDER
     env = {**os.environ, 'FEDBOOK_FIGURES': str(tmp_path)}
     p = subprocess.Popen([*FEDBOOK, *TABLE], cwd=ROOT, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     def finished(): return (folder/'rows.jsonl').read_text().splitlines() if (folder/'rows.jsonl').exists() else []
@@ -144,10 +148,36 @@ def test_killed_in_the_middle_and_run_again(whole, tmp_path):
     assert 'stopped' in fedbook('list', FEDBOOK_FIGURES=tmp_path).stdout
     assert fedbook(*TABLE, FEDBOOK_FIGURES=tmp_path).returncode==0
     assert finished()[:len(kept)]==kept and len(finished())==6
-    assert numbers(folder)==numbers(whole[0]/'000/table6/smoke')
+    assert numbers(folder)==numbers(whole[0]/FOLDER)
 
 def test_the_engine_is_no_change_of_the_experiment():
     from fedbook.runner import changed
-    asked = dict(engine='auto', seeds=[0], stand_in={})
+    asked = dict(profile='laptop', engine='auto', seeds=[0], stand_in={})
     assert changed(asked, dict(engine='stacked'))==dict(asked, engine='stacked')
     assert changed(asked, dict(engine='stacked', seeds=[1]))['stand_in']==dict(changed='seeds = [1]')
+
+def test_what_is_not_the_profiles_never_goes_into_its_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv('FEDBOOK_FIGURES', str(tmp_path))
+    def job(**given): return plan(['000-table6'], 'smoke', given)[0]
+    plain = output_folder('000-table6', 'smoke')
+    assert job().folder==job(engine='stacked').folder==job(seeds=[0]).folder==plain and job(seeds=[0]).profile=='smoke'
+    others = [job(**g) for g in (dict(seeds=[1]), dict(seeds=[2]), dict(rounds=3), dict(rounds=3, seeds=[1]), dict(stand_in={'data': 'none'}))]
+    assert len({j.folder for j in (job(), *others)})==6 and all(j.folder.parent==plain.parent and j.parameters['profile']==j.profile==j.folder.name for j in others)
+    assert others[-1].parameters['stand_in']['data']=='none'
+
+@pytest.mark.parametrize('change,named', [(dict(rounds=3), "With rounds = 3 this is no run of profile smoke; name it with profile = 'smoke-changed-"), ({}, '')])
+def test_a_notebook_that_papermill_runs_without_the_runner(tmp_path, change, named):
+    given = [a for k,v in change.items() for a in ('-p', k, str(v))]
+    p = subprocess.run([sys.executable, '-m', 'papermill', 'nbs/04_papers/000_ptalos/table06.ipynb', str(tmp_path/'out.ipynb'), *given], cwd=ROOT, capture_output=True, text=True, env={**os.environ, 'FEDBOOK_FIGURES': str(tmp_path/'f')})
+    assert (p.returncode!=0 and named in p.stderr and not (tmp_path/'f').exists()) if change else (tmp_path/'f'/'000'/'table6'/'smoke'/'table.md').exists()
+
+def test_without_rerun_older_code_fills_a_table_and_nothing_is_run(whole, tmp_path):
+    from fedbook.experiments import Case, Setting
+    folder = tmp_path/FOLDER; folder.mkdir(parents=True)
+    def older(r): return dict(r, code='0'*16, fingerprint=Case(r['cell'], Setting(**r['setting']), r['variant']).fingerprint(r['seed'], '0'*16))
+    rows = [json.dumps(older(json.loads(l))) for l in (whole[0]/FOLDER/'rows.jsonl').read_text().splitlines()]
+    (folder/'rows.jsonl').write_text('\n'.join(rows)+'\n'); before = (folder/'rows.jsonl').read_bytes()
+    p = fedbook(*TABLE, '--no-rerun', FEDBOOK_FIGURES=tmp_path)
+    assert p.returncode==0 and (folder/'rows.jsonl').read_bytes()==before, p.stdout+p.stderr
+    assert 'Nothing is run: 0 of 6 runs are of present code, 6 of older code, 0 are missing.' in (folder/'notebook.ipynb').read_text()
+    assert '6 of 6 runs to do' not in p.stdout

@@ -2,14 +2,16 @@
 from dataclasses import dataclass, replace
 import json
 import numpy as np, pytest, torch
+from safetensors.torch import save_file
 from fedbook import engines, experiments as E
 from fedbook.data import Dataset
 from fedbook.errors import Refused
 from fedbook.experiments import Case, federation, run_cases, Setting
 from fedbook.method import FedAvg, METHODS
-from fedbook.models import Net
+from fedbook.models import build, Net
 from fedbook.results import read
 from fedbook.rounds import begin, course, FederatedData, run
+from fedbook.sources import bare
 from fedbook.streams import stream
 
 SMALL = dict(data='fashion_mnist_mini', partition=dict(name='dirichlet', n_clients=10, alpha=.5), protocol=dict(rounds=2, per_round=3))
@@ -128,13 +130,67 @@ def test_seeds_go_side_by_side_where_clients_are_stacked(tmp_path, monkeypatch, 
 
 def test_a_changed_formula_is_another_run():
     source = 'def f(x):\n    "Twice"\n    return 2*x # a comment'
-    assert E.bare(source)==E.bare(source.replace('Twice', 'Two times').replace('# a comment', ''))!=E.bare(source.replace('2*x', '3*x'))
+    assert bare(source)==bare(source.replace('Twice', 'Two times').replace('# a comment', ''))!=bare(source.replace('2*x', '3*x'))
 
 def test_fingerprints():
     s = Setting(**SMALL)
     case = Case({}, s)
     assert case.fingerprint(0)==Case({'x': 1}, replace(s)).fingerprint(0)!=case.fingerprint(1)
     assert case.fingerprint(0)!=Case({}, replace(s, method=dict(name='fedprox', mu=.1))).fingerprint(0)
+
+def test_a_new_field_at_its_default_changes_no_old_run():
+    @dataclass(frozen=True)
+    class Longer(Setting):
+        more: bool = False
+    assert Case({}, Longer(**SMALL)).fingerprint(0)==Case({}, Setting(**SMALL)).fingerprint(0)!=Case({}, Longer(**SMALL, more=True)).fingerprint(0)
+
+def test_defaults_of_a_setting_stay_as_they_are():
+    "A run's fingerprint leaves out what is at its default: give a new behaviour a new field instead"
+    assert Setting('mnist').settings()==dict(data='mnist', model=dict(name='softmax'), input={}, frozen=False, partition=dict(name='iid', n_clients=10), method=dict(name='fedavg'), local={}, protocol={},
+        validation=.1, personal=False, leaky=False)
+
+@pytest.fixture
+def published(tmp_path, monkeypatch):
+    "A function that puts other weights where published ones are looked for"
+    monkeypatch.setenv('FEDBOOK_DATA', str(tmp_path))
+    def put(scale):
+        weights = {k: scale*v for k,v in build('vit_tiny32', 10, 1, 28, patch=14, dim=16, depth=1).body.state_dict().items()}
+        (tmp_path/'weights').mkdir(exist_ok=True); save_file(weights, tmp_path/'weights'/'vit_tiny32.safetensors')
+        for f in (E.weights, E.classifier, E.frozen_features): f.cache_clear()
+    yield put
+    for f in (E.weights, E.classifier, E.frozen_features): f.cache_clear()
+
+VIT = dict(name='vit_tiny32', patch=14, dim=16, depth=1)
+
+@pytest.mark.parametrize('frozen', [False, True])
+def test_other_published_weights_are_another_run(tmp_path, published, monkeypatch, frozen):
+    case,hashed = Case({}, Setting(**SMALL, model=dict(VIT, pretrained=True), frozen=frozen)),[]
+    monkeypatch.setattr(E, 'weights_fingerprint', lambda m, f=E.weights_fingerprint: hashed.append(m) or f(m))
+    published(1.); first = run_cases([case], [0], tmp_path, **ABOUT)[0]
+    published(.5); hashed.clear(); second = run_cases([case], [0], tmp_path, **ABOUT)[0]
+    assert second['fingerprint']!=first['fingerprint'] and second['rows']!=first['rows']
+    assert len(hashed)==1+frozen, 'once for all runs, and once for the cache of features'
+    published(1.); assert run_cases([case], [0], tmp_path, **ABOUT)[0]==first
+
+def test_fresh_weights_are_given_by_the_seed(published):
+    case = Case({}, Setting(**SMALL, model=VIT))
+    published(1.); first = case.fingerprint(0)
+    published(.5); assert case.fingerprint(0)==first and E.weights('fashion_mnist_mini', json.dumps(VIT))==[]
+
+def test_without_rerun_older_code_is_taken_and_marked(tmp_path, monkeypatch, capsys):
+    cases = [Case(dict(alpha=a), Setting(**SMALL | dict(partition=dict(name='dirichlet', n_clients=10, alpha=a)))) for a in (.1, 1., 10.)]
+    new = run_cases(cases[:1], [0], tmp_path, **ABOUT)[0]
+    def older(code, when, **other): return dict(new, cell=cases[1].cell, setting=cases[1].setting.settings(), code=code, when=when, fingerprint=cases[1].fingerprint(0, code)) | other
+    for r in (older('a', '2026-01-02'), older('b', '2026-01-03'), older('c', '2026-01-01'), older('d', '2026-01-04', seed=1), older('e', '2026-01-05', variant='released'), older('f', '2026-01-06', fingerprint='of other data')): E.append(tmp_path/'rows.jsonl', r)
+    before = (tmp_path/'rows.jsonl').read_bytes()
+    monkeypatch.setattr(E, 'run_case', lambda *a, **k: pytest.fail('a run'))
+    a,b = run_cases(cases, [0], tmp_path, rerun=False, **ABOUT)
+    assert a==new and b==dict(older('b', '2026-01-03'), older=True) and (tmp_path/'rows.jsonl').read_bytes()==before
+    assert 'Nothing is run: 1 of 3 runs are of present code, 1 of older code, 1 are missing.' in capsys.readouterr().out
+    monkeypatch.setenv('FEDBOOK_RERUN', '0'); assert run_cases(cases, [0], tmp_path, **ABOUT)==[a, b]
+    monkeypatch.setenv('FEDBOOK_RERUN', '1'); ran = []
+    monkeypatch.setattr(E, 'run_case', lambda case, seeds, *_, **k: ran.append(case.cell['alpha']) or [dict(new, cell=case.cell, fingerprint=case.fingerprint(s)) for s in seeds])
+    run_cases(cases, [0], tmp_path, **ABOUT); assert ran==[1., 10.], 'older code is never taken unasked'
 
 def test_steps_are_counted_exactly():
     "What the estimate multiplies is what is done, when every client takes part"

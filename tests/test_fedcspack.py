@@ -1,15 +1,16 @@
 "FedCSPACK's steps by hand, its identities, and messages that do not fit."
 from dataclasses import replace
-import warnings
+import re
 import pytest, torch
 from hypothesis import given, strategies as st
 from fedbook.chapters.fedcspack import comparison_setting
 from fedbook.errors import Refused
+from fedbook.manifest import experiment
 from fedbook.method import FedAvg, Local
 from fedbook.methods import fedcspack
-from fedbook.methods.fedcspack import aggregate, divergence, FedCSPACK, fits, flat, pack, select, similarities, unflat
+from fedbook.methods.fedcspack import aggregate, divergence, FedCSPACK, FedCSPACKToAll, flat, misfit, pack, select, similarities, unflat
 from fedbook.optim import SGD
-from fedbook.rounds import begin, client_view, one_by_one, one_round, run
+from fedbook.rounds import begin, client_view, one_by_one, one_round, run, sample_clients, SetAside
 from fedbook.tensors import tmap
 from fedbook.wire import decode, encode
 from test_rounds import federation, mlp, same
@@ -24,9 +25,12 @@ def test_packing_into_used_memory_leaves_nothing_of_it():
     w = dict(a=torch.arange(5.), b=torch.ones(2, 3))
     assert torch.equal(flat(w, 8, torch.full((16,), 7.)), torch.cat([torch.arange(5.), torch.ones(6), torch.zeros(5)]))
 
-def test_the_protocol_says_whether_the_test_set_is_shared_out():
+def test_the_protocol_says_how_samples_are_dealt_out_to_all_methods_alike():
     def leaky(**kw): return comparison_setting('FedAvg', .3, data='fashion_mnist_mini', **kw).leaky
     assert leaky(protocol='released') and not leaky() and not leaky(protocol='official')
+    for p,cap in (('official', {}), ('released', dict(convention='by_class_capped', min_size=64))):
+        for m,v in (('FedAvg','intended'), ('FedCSPACK','intended'), ('FedCSPACK','released')):
+            assert comparison_setting(m, .3, v, data='fashion_mnist_mini', protocol=p).partition==dict(name='dirichlet', alpha=.3, n_clients=100, **cap)
     with pytest.raises(Refused, match="did you mean 'released'"): leaky(protocol='realeased')
     with pytest.raises(Refused, match="did you mean 'FedAvg'"): comparison_setting('FedAvgg', .3, data='fashion_mnist_mini')
 
@@ -97,11 +101,49 @@ def test_a_client_keeps_what_the_server_did_not_move():
         state,_ = one_round(fed, begin(fed), 0)
         c = client_view(fed, state, 0, 1)
         w,_ = fed.method.start(c)
-        valid = state['server']['valid'].repeat_interleave(8)[:len(flat(w))]
+        valid = (state['server']['when']==1).repeat_interleave(8)[:len(flat(w))]
         g = flat(state['server']['w'])
         assert valid.any() and not valid.all()
         if variant=='released': assert torch.equal(flat(w), g) and not state['memory']['0']
         else: assert torch.equal(flat(w)[valid], g[valid]) and torch.equal(flat(w)[~valid], flat(state['memory']['0']['own'])[~valid]) and not torch.equal(flat(w)[~valid], g[~valid])
+
+def rounds(m, n=8, **kw):
+    "Per round the server's weights before it, and per client its start and its model after training"
+    fed = federation(m, rounds=n, per_round=1, **kw)
+    state,seen = begin(fed),[]
+    for r in range(n):
+        ids = sample_clients(4, 1, fed.seed, r)[0].tolist()
+        starts = {i: fed.method.start(client_view(fed, state, i, r))[0] for i in ids}
+        w,(state,_) = state['server']['w'],one_round(fed, state, r)
+        seen.append((w, starts, {i: state['memory'][str(i)]['own'] for i in ids}))
+    return fed,state,seen
+
+def test_a_client_that_was_away_takes_over_all_that_moved_meanwhile():
+    "Start and personal model, pack by pack: the server's where any server model since its last round differs there, else its own; one that was never there has the server's"
+    fed,state,seen = rounds(FedCSPACK(size=8))
+    every = [pack(flat(w), 8) for w,_,_ in seen] + [pack(flat(state['server']['w']), 8)]
+    def expected(i, r): # what client i should have after r rounds
+        last = max((k for k in range(r) if i in seen[k][1]), default=None)
+        if last is None: return every[r]
+        moved = torch.stack([(every[k+1]!=every[k]).any(1) for k in range(last, r)]).any(0)
+        return torch.where(moved[:,None], every[r], pack(flat(seen[last][2][i]), 8))
+    for r,(_,starts,_) in enumerate(seen):
+        for i,w in starts.items(): assert torch.equal(pack(flat(w), 8), expected(i, r))
+    for i in range(4): assert torch.equal(pack(flat(fed.method.personal(client_view(fed, state, i, 8))), 8), expected(i, 8))
+    away = [r-max(k for k in range(r) if i in seen[k][1]) for r,(_,s,_) in enumerate(seen) for i in s if any(i in seen[k][1] for k in range(r))]
+    assert max(away) > 2 and {i for _,s,_ in seen for i in s} != set(range(4)) # somebody was away for long, somebody never there
+
+def test_to_tell_all_clients_in_every_round_is_the_same_but_for_its_price():
+    "Line 10 of Algorithm 1: models equal to the bit, uplinks too, and four downlinks a round in place of two"
+    (a,rows),(b,to_all) = (run(federation(m, rounds=6, per_round=2)) for m in (FedCSPACK(size=8), FedCSPACKToAll(size=8)))
+    assert same(a['server'], b['server'])
+    for r,t in zip(rows, to_all): assert r[:3]==t[:3] and t[3]==(2*r[3] if r[2]=='bytes_down' else r[3])
+    assert {r[2] for r in rows} >= {'bytes_down','bytes_up','personal_accuracy'}
+
+def test_the_released_downlink_is_the_model_alone():
+    "Its clients take over everything, so nothing has to say what moved"
+    m = FedCSPACK(size=8, variant='released')
+    assert m.send(m.server(w := dict(a=torch.ones(9))), 0).keys()=={'w'} and FedCSPACK(size=8).send(m.server(w), 0).keys()=={'w','when','now'}
 
 @pytest.mark.parametrize('module', [mlp(), mlp(bn=True)])
 def test_a_round_costs_the_buffers_that_a_transport_carries(module):
@@ -140,11 +182,25 @@ GOOD = dict(at=torch.tensor([0,2]), packs=torch.ones(2, 3), weight=torch.ones(2)
 @pytest.mark.parametrize('change,word', [(dict(at=torch.tensor([0,3])), 'outside 0 … 2'), (dict(at=torch.tensor([-1,2])), 'outside'), (dict(at=torch.tensor([2,2])), 'twice'), (dict(packs=torch.ones(2, 4)), r'\[2, 4\]'),
     (dict(packs=torch.ones(3, 3)), r'\[3, 3\]'), (dict(packs=torch.ones(2, 3).double()), 'float64'), (dict(packs=torch.full((2,3), float('nan'))), 'finite'), (dict(weight=torch.tensor([1.,-1.])), 'negative'), (dict(weight=torch.ones(3)), 'packs are'),
     (dict(at=torch.tensor([0.,2.])), 'whole'), (dict(weight=None), 'lacks')])
-def test_a_message_that_does_not_fit_is_left_out_by_name(change, word):
-    m,w = FedCSPACK(size=3),dict(a=torch.zeros(9))
-    with pytest.warns(UserWarning, match=f'Message 2 of 3 is left out.*{word}'): state = m.merge(m.server(w), [GOOD, {**GOOD, **change}, GOOD], [1,1,1])
-    assert state['w']['a'].tolist()==[1,1,1,0,0,0,1,1,1]
+def test_what_does_not_fit_in_a_message_is_named(change, word):
+    g = torch.zeros(3, 3)
+    assert not misfit(GOOD, g) and re.search(word, misfit({**GOOD, **change}, g))
+
+def test_a_client_whose_packs_lie_outside_is_set_aside():
+    "It does not count, its memory stays, and the others are merged as without it"
+    class Outside(FedCSPACK):
+        def finish(self, w, c):
+            m,memory = super().finish(w, c)
+            return (dict(m, at=m['at']+100) if c.id==2 else m),memory
+    fed = federation(Outside(size=8), rounds=1, per_round=4)
+    with pytest.warns(SetAside, match='Client 2 is set aside in round 1: it names packs outside 0 … 10'): state,rows = one_round(fed, begin(fed), 0)
+    assert '2' not in state['memory'] and [1, 2, 'set_aside', 1.] in rows and state['server']['when'].any()
 
 @pytest.mark.parametrize('bad,word', [(lambda: FedCSPACK(size=0), 'size'), (lambda: FedCSPACK(budget=0), 'budget'), (lambda: FedCSPACK(weights='cs'), 'weights'), (lambda: FedCSPACK(variant='x'), 'variant'), (lambda: pack(torch.ones(3), 0), 'pack')])
 def test_refusals(bad, word):
     with pytest.raises(Refused, match=word): bad()
+
+@pytest.mark.parametrize('profile', ['laptop','paper'])
+def test_in_table_2_only_emnist_has_other_data(profile):
+    p = experiment('003-table2').parameters(profile)
+    assert 'data' not in p['stand_in'] and [c for c,how in p['columns'].items() if 'data' in how.get('stand_in', {})]==['EMNIST/CNN']

@@ -31,6 +31,11 @@ def test_a_weight_that_nobody_changes_stays():
     for _ in range(5): state = m.merge(state, [dict(w=dict(a=torch.tensor([state['w']['a'][0]+1, 2.])))], [3])
     assert state['w']['a'][1]==2 and state['w']['a'][0] > 1
 
+def test_without_a_memory_of_squares_tau_alone_divides():
+    m,w = FedYogi(eta=.5, tau=.25, beta1=0., beta2=1.),dict(a=torch.tensor(1.))
+    state = m.merge(m.server(w), [dict(w=dict(a=torch.tensor(4.)))], [1])
+    assert state['w']['a']==1+.5*3/.25 and state['v']['a']==0
+
 def test_a_combination_is_both():
     m = method('fedyogi+fedprox', mu=0., eta=.5)
     assert same(run(federation(m))[0], run(federation(FedYogi(eta=.5)))[0])
@@ -39,6 +44,6 @@ def test_a_combination_is_both():
     assert combined('fedavg') is FedAvg
 
 @pytest.mark.parametrize('bad,word', [(lambda: method('fedyogi+fedporx'), 'fedprox'), (lambda: method('fedyogi+fedprox', nu=1), 'nu'), (lambda: method('fedyogi', tau=0), 'tau'),
-    (lambda: method('fedyogi+', eta=1), 'method'), (lambda: method('fedyogi', beta1=2), 'beta1')])
+    (lambda: method('fedyogi+', eta=1), 'method'), (lambda: method('fedyogi', beta1=2), 'beta1'), (lambda: method('fedyogi', beta1=1), 'below 1')])
 def test_refusals(bad, word):
     with pytest.raises(Refused, match=word): bad()

@@ -1,9 +1,9 @@
 "The functional optimisers and schedules compute what PyTorch's do."
 import pytest, torch
 from hypothesis import given, settings, strategies as st
-from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR
+from torch.optim.lr_scheduler import CosineAnnealingLR, CosineAnnealingWarmRestarts, LinearLR, SequentialLR
 from fedbook.errors import Refused
-from fedbook.optim import Adam, AdamW, Cosine, OPTIMISERS, SCHEDULES, Schedule, SGD, Warmup
+from fedbook.optim import Adam, AdamW, Cosine, OPTIMISERS, Restarts, SCHEDULES, Schedule, SGD, Warmup
 from fedbook.settings import make
 
 THEIRS = dict(
@@ -53,6 +53,12 @@ def test_cosine_is_torchs(period, floor):
     assert [Cosine(period=period, floor=floor).at(t) for t in range(45)]==pytest.approx(theirs, abs=1e-6)
 
 @settings(max_examples=15, deadline=None)
+@given(st.integers(1, 12), st.integers(1, 3), st.floats(0, 1))
+def test_restarts_are_torchs(period, growth, floor):
+    theirs = torch_factors(lambda o: CosineAnnealingWarmRestarts(o, period, growth, floor), 45)
+    assert [Restarts(period=period, growth=growth, floor=floor).at(t) for t in range(45)]==pytest.approx(theirs, abs=1e-6)
+
+@settings(max_examples=15, deadline=None)
 @given(st.integers(1, 9), st.floats(.01, 1))
 def test_warmup_is_torchs(ticks, start):
     theirs = torch_factors(lambda o: SequentialLR(o, [LinearLR(o, start, 1, ticks), CosineAnnealingLR(o, 7)], [ticks]), ticks+8)
@@ -62,7 +68,7 @@ def test_the_clock_is_named():
     clock = dict(batch=3, epoch=1, round=0)
     assert [Cosine(per=p, period=4)(**clock) for p in ('batch','epoch','round')]==[Cosine(period=4).at(t) for t in (3,1,0)]
 
-@pytest.mark.parametrize('bad', [lambda: SGD(lr=0), lambda: SGD(lr=float('nan')), lambda: SGD(momentum=-.1), lambda: Adam(beta2=2), lambda: Cosine(period=0),
+@pytest.mark.parametrize('bad', [lambda: SGD(lr=0), lambda: SGD(lr=float('nan')), lambda: SGD(momentum=-.1), lambda: Adam(beta2=2), lambda: Adam(beta1=1), lambda: AdamW(beta2=1.), lambda: SGD(momentum=1), lambda: Restarts(growth=0), lambda: Cosine(period=0),
     lambda: Schedule(per='epok'), lambda: make(SCHEDULES, 'schedule', 'cosin'), lambda: make(OPTIMISERS, 'optimiser', 'sgd', learning_rate=.1)])
 def test_refusals(bad):
     with pytest.raises(Refused) as e: bad()

@@ -1,10 +1,16 @@
 "Partitions: disjoint, complete, repeatable, honest about what they moved, dropped and shared"
+from dataclasses import replace
 import json
-import numpy as np, pytest
+import numpy as np, pytest, torch
 from hypothesis import given, settings, strategies as st
 from fedbook import partition as P
+from fedbook.engines import stacked
 from fedbook.errors import Refused
+from fedbook.method import batches, Local
+from fedbook.optim import SGD
+from fedbook.rounds import begin, client_view, FederatedData, run
 from fedbook.streams import stream
+from test_rounds import federation
 
 Y = np.repeat(np.arange(10), 100)
 CALLS = dict(iid={}, classes_per_client=dict(classes=2), shards_with_replacement=dict(classes=2), dirichlet=dict(alpha=.3),
@@ -17,11 +23,11 @@ some_labels = st.lists(st.integers(0, 5), min_size=1, max_size=120).map(np.array
 def make(name, labels=Y, n_clients=20, **kw): return P.make(name, labels, **{'n_clients': n_clients, **CALLS[name], **kw})
 def same(p, q): return len(p.clients) == len(q.clients) and all(np.array_equal(a, b) for a,b in zip(p.clients, q.clients))
 
-def check(p, labels, disjoint=True, complete=True):
+def check(p, labels, disjoint=True, complete=True, once=True):
     "Everything a partition says about itself, counted again the slow way"
     n, owners = len(labels), [set() for _ in labels]
     for k,c in enumerate(p.clients):
-        assert c.dtype == np.int64 and c.ndim == 1 and c.tolist() == sorted(set(c.tolist()))
+        assert c.dtype == np.int64 and c.ndim == 1 and c.tolist() == sorted(set(c.tolist()) if once else c.tolist())
         assert not len(c) or 0 <= c[0] and c[-1] < n
         for i in c: owners[i].add(k)
         assert p.table[k].tolist() == [sum(labels[i]==j for i in c) for j in range(p.table.shape[1])]
@@ -37,7 +43,8 @@ def check(p, labels, disjoint=True, complete=True):
 @pytest.mark.parametrize('name', CALLS)
 def test_repeatable_and_seeded(name):
     p = make(name, seed=3)
-    check(p, Y, disjoint=name != 'shards_with_replacement', complete=name not in ('shards_with_replacement','dh_level'))
+    shards = name == 'shards_with_replacement'
+    check(p, Y, disjoint=not shards, complete=not shards and name != 'dh_level', once=not shards)
     assert same(p, make(name, seed=3)) and same(p, make(name, seed=np.int64(3)))
     assert p.scheme == name and not same(p, make(name, seed=4))
 
@@ -137,15 +144,30 @@ def test_shards(y, k, data, seed):
     k, there = min(k, len(y)), np.unique(y)
     m = data.draw(st.integers(1, len(there)))
     p = P.shards_with_replacement(y, k, m, seed)
-    check(p, y, disjoint=False, complete=False)
-    shards = {c: np.array_split(np.flatnonzero(y==c), max(1, (y==c).sum()//k)) for c in there}
+    check(p, y, disjoint=False, complete=False, once=False)
+    shards = [s for c in there for s in np.array_split(np.flatnonzero(y==c), max(1, (y==c).sum()//k))]
     for client in p.clients:
-        parts = [s for ss in shards.values() for s in ss if np.isin(s, client).any()]
-        assert 1 <= len(parts) <= m and np.array_equal(np.sort(np.concatenate(parts)), client)
+        times = np.bincount(client, minlength=len(y))
+        assert all(len(set(times[s])) == 1 for s in shards) and sum(times[s[0]] for s in shards) == m  # whole shards, as many as were drawn
 
 def test_shards_of_the_paper():
+    "Every client has 50 shards of 112 or 113 samples, some of them twice"
     p = P.shards_with_replacement(np.repeat(np.arange(100), 450), 100, 50)
-    assert set(np.unique(p.table)) <= {0, *range(112, 114), *range(224, 227), *range(336, 340), 450} and 3500 < p.sizes.mean() < 5600 and p.shared > .5
+    times = np.rint(p.table/112.5)
+    assert (abs(p.table-112.5*times) <= .5*times).all() and (times.sum(1) == 50).all() and p.shared > .5
+    assert any(len(np.unique(c)) < len(c) for c in p.clients)
+
+def test_shards_drawn_twice_train_twice():
+    "Weights, steps and epochs count a sample as often as the client holds it; what clients share is counted by clients"
+    p,y = P.shards_with_replacement(np.repeat([0,1,2,3], 3), 3, 2, seed=2),torch.arange(12) % 3
+    held = np.bincount(np.concatenate(p.clients), minlength=12)
+    assert p.shared == np.mean([sum(i in c for c in p.clients) > 1 for i in range(12)]) < (held > 1).mean() and {len(np.unique(c)) for c in p.clients} == {3,6} and all(p.sizes == 6)
+    data = FederatedData(torch.randn(12, 6), y, p.clients, (torch.randn(8, 6), y[:8]), test_clients=P.matched_test(p, np.repeat([0,1,2,3], 2)))
+    fed = replace(federation(per_round=3, rounds=2, local=Local(2, 2, SGD(.1))), data=data)
+    assert [len(b['y']) for b,_ in batches(client_view(fed, begin(fed), 0, 0))] == [2]*6
+    (state,rows),(again,same_rows) = run(fed),run(fed, engine=stacked())
+    for k,v in state['server']['w'].items(): torch.testing.assert_close(again['server']['w'][k], v)
+    assert [r[2] for r in rows] == [r[2] for r in same_rows] and sum(r[2] == 'personal_accuracy' for r in rows) == 3
 
 @quick
 @given(some_labels, st.integers(1, 40), alphas, st.integers(0, 10), st.sampled_from(list(P.CONVENTIONS)), seeds)

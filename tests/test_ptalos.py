@@ -4,7 +4,7 @@ import pytest, torch, torch.nn.functional as F
 from hypothesis import given, strategies as st
 from fedbook.errors import Refused
 from fedbook.method import method
-from fedbook.methods.ptalos import blocks, CRITERIA, loss_on, PTaLoS, skipping, threshold
+from fedbook.methods.ptalos import blocks, CRITERIA, loss_on, lowest_losses, PTaLoS, skipping, threshold
 from fedbook.methods.talos import TaLoSProx
 from fedbook.models import build, lies_in, Net
 from fedbook.optim import AdamW
@@ -84,6 +84,35 @@ def test_the_lowest_losses_are_chosen():
     losses = lambda net, w, *rest: {b: float((7*i) % 4) for i,b in enumerate(blocks(w))} # 0, 3, 2, 1
     with patch.dict(CRITERIA, step=losses):
         for fed,c,mask in masks(PTaLoS(k=2, deterministic_round=1, **QUICK), 0): assert fed.method.layers(c, c.message['w'], mask)==('body.blocks.0','body.blocks.3')
+
+@given(st.lists(st.sampled_from([2.1, 2.3, 2.5, float('nan')]), min_size=1, max_size=9), st.data())
+def test_level_blocks_are_taken_in_their_order_whatever_the_rounding(values, data):
+    "The choice is that of the exact losses, first come first served, with any noise of rounding; what is no number comes last"
+    k = data.draw(st.integers(1, len(values)))
+    noise = data.draw(st.lists(st.floats(-2e-6, 2e-6), min_size=len(values), max_size=len(values)))
+    exact = sorted(range(len(values)), key=lambda i: (values[i]!=values[i], values[i] if values[i]==values[i] else 0))[:k]
+    assert lowest_losses({i: v+e for i,(v,e) in enumerate(zip(values, noise))}, k)==tuple(exact)
+
+@pytest.mark.parametrize('criterion', ['step','released'])
+def test_rounding_does_not_choose_blocks(criterion):
+    "Level losses: by step every client takes the first blocks, by released its own, and neither depends on the last bits"
+    from unittest.mock import patch
+    def choices(signs):
+        level = lambda net, w, *rest: {b: 2.3+s*4e-7 for b,s in zip(blocks(w), signs)}
+        with patch.dict(CRITERIA, {criterion: level}): return [fed.method.layers(c, c.message['w'], mask) for fed,c,mask in masks(PTaLoS(k=2, deterministic_round=1, criterion=criterion, **QUICK), 0)]
+    here = choices((1,-1,1,-1))
+    assert here==choices((-1,1,-1,1))==choices((0,0,0,0))
+    assert set(here)=={('body.blocks.0','body.blocks.1')} if criterion=='step' else len(set(here)) > 1
+
+def test_table_5_as_released_restarts_and_as_intended_warms_up():
+    from fedbook.chapters.ptalos import central_editing
+    from fedbook.experiments import local
+    def rates(variant, epochs): f = local(**central_editing(variant, 'full', .3, 'most', epochs, data='fashion_mnist_mini').local).schedule; return [f(epoch=e) for e in range(epochs)]
+    opt = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.)
+    theirs,s = [],torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(opt, 10, 2)
+    for _ in range(15): theirs.append(opt.param_groups[0]['lr']); opt.step(); s.step()
+    assert rates('released', 15)==pytest.approx(theirs) and rates('released', 15)[-1] > .9
+    assert rates('intended', 15)[0]==.02 and rates('intended', 15)[-1] < .1 and all(rates('released', n)[0]==1 for n in (1,2,3))
 
 def test_the_printed_layer_client_trains_blocks_alone_and_whole():
     for fed,c,mask in masks(PTaLoS(k=1, deterministic_round=1, variant='printed', **QUICK), 0):

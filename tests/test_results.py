@@ -2,6 +2,7 @@
 import json, math, multiprocessing as mp, os, signal, subprocess, sys, time, warnings
 import numpy as np, pytest, torch
 from hypothesis import given, settings, strategies as st
+from scipy.stats import t
 from fedbook import results as R
 from fedbook.errors import Refused
 
@@ -112,14 +113,23 @@ def test_interval_properties(xs, rnd):
     assert R.interval(ys)==(mean, low, high)
     assert mean==pytest.approx(np.mean(xs), abs=1e-9)
     if len(xs)==1: assert low is high is None
-    else: assert min(xs)-1e-9 <= low <= mean+1e-9 and mean-1e-9 <= high <= max(xs)+1e-9
+    else: assert low <= mean <= high and mean-low==pytest.approx(high-mean, abs=1e-9)
 
 def test_interval_by_hand():
-    assert R.interval([1., 2., 6.])==(3., 1., 6.) # 1/27 > 2.5 %: the extremes
-    assert R.interval([0., 0., 0., 0., 10.])[2] == 6. # P(k tens of 5) = binomial(5, 1/5): P(k >= 4) = .7 %, P(k >= 3) = 5.8 %
+    "The quantile of t is 12.706 for one degree of freedom, and 4.303 for two"
+    assert R.interval([1., 3.])==pytest.approx((2., 2-12.706, 2+12.706), abs=1e-3) and R.interval([1., 2., 6.])==pytest.approx((3., 3-4.303*(7/3)**.5, 3+4.303*(7/3)**.5), abs=1e-3)
     with warnings.catch_warnings():
         warnings.simplefilter('error')
         assert R.interval([.1]*3)==(.1,)*3
+
+@pytest.mark.parametrize('n', range(2, 11))
+def test_an_interval_covers_what_it_promises(n):
+    _,low,high = R.interval(np.random.default_rng(n).normal(size=(20000, n)))
+    assert abs(100*np.mean((np.array(low) <= 0) & (np.array(high) >= 0))-95) < 1
+
+def test_an_array_is_many_intervals():
+    xs = np.random.default_rng(0).normal(size=(2, 4))
+    assert np.transpose(R.interval(xs)).tolist()==[list(R.interval(x)) for x in xs]
 
 def test_wider_level_is_wider():
     xs = [1., 2., 4., 8., 16., 32.]
@@ -127,19 +137,87 @@ def test_wider_level_is_wider():
     assert c < a < b < d
 
 @pytest.mark.parametrize('ours,printed,stand_in,tol,word', [
-    ([], 40, False, 1, 'not run'), ([], None, True, 0, 'not run'), ([1., math.nan], 40, True, 1, 'not finite'), ([1.], None, False, 0, 'not printed'),
-    ([40.9], 40, False, 1, 'agrees (one seed)'), ([41.1], 40, False, 1, 'higher (one seed)'), ([38.9], 40, True, 1, 'lower (one seed, stand-in)'),
-    ([39., 39., 42.], 41, False, 0, 'agrees'), ([41., 41.2], 40, False, 1, 'higher'), ([41., 41.2], 40, False, 1.2, 'agrees'),
-    ([38., 38.5, 39.], 40, True, 1, 'lower (stand-in)'), ([50., 50.], 40, False, 1, 'higher'), ([40., 40.], 40, True, 0, 'agrees (stand-in)')])
+    ([], 40, False, 1, 'not run'), ([], None, True, 0, 'not run'), ([1., math.nan], 40, True, 1, 'diverged'), ([math.inf], None, False, 0, 'diverged'), ([1.], None, False, 0, 'not printed'),
+    ([40.], 40, False, 1, 'undecided (one seed)'), ([90.], 40, True, 1, 'undecided (one seed, stand-in)'), ([35., 45.], 40, False, 1, 'undecided'),
+    ([39.9, 40., 40.1], 40, False, 1, 'agrees'), ([39.9, 40., 40.1], 40, False, .2, 'undecided'), ([41., 41.2], 40, False, 1, 'undecided'), ([41.1, 41.12], 40, False, .9, 'higher by 1.11'),
+    ([38., 38.1, 38.2], 40, True, 1, 'lower by 1.9 (stand-in)'), ([50., 50.], 40, False, 1, 'higher by 10'), ([40., 40.], 40, True, 0, 'agrees (stand-in)')])
 def test_verdict(ours, printed, stand_in, tol, word): assert R.verdict(ours, printed, stand_in, tol)==word
+
+def test_on_other_data_there_is_no_level():
+    for ours in ([40., 40.], [90., 90.], [40.]): assert R.verdict(ours, 40., True, 1., other_data=True)=='other data'
+    assert R.verdict([], 40., other_data=True)=='not run' and R.verdict([math.nan], 40., other_data=True)=='diverged' and R.verdict([1.], None, other_data=True)=='not printed'
 
 @settings(max_examples=40, deadline=None)
 @given(numbers, st.floats(-200, 200), st.floats(0, 5))
-def test_verdict_is_monotone(xs, printed, tol):
-    word = R.verdict(xs, printed, False, tol).split()[0]
-    if printed > max(xs)+tol+1e-6: assert word=='lower'
-    elif printed < min(xs)-tol-1e-6: assert word=='higher'
-    elif abs(np.mean(xs)-printed) < tol-1e-6: assert word=='agrees'
+def test_verdict_is_where_the_interval_lies(xs, printed, tol):
+    word,(mean,low,high) = R.verdict(xs, printed, False, tol).split()[0],R.interval(xs)
+    if low is None: assert word=='undecided'
+    elif low > printed+tol+1e-6: assert word=='higher'
+    elif high < printed-tol-1e-6: assert word=='lower'
+    elif printed-tol+1e-6 < low and high < printed+tol-1e-6: assert word=='agrees'
+    elif low < printed-tol-1e-6 or high > printed+tol+1e-6: assert word=='undecided'
+
+def test_agreement_has_to_be_shown():
+    "Two equal numbers with a large spread, which the old rule called 'agrees', and one at the edge of the margin: at most 2.5 % of draws agree"
+    rng = np.random.default_rng(0)
+    assert np.mean([R.verdict(x, 0., False, 1.)=='agrees' for x in rng.normal(0, 20, (500, 3))]) < .02
+    assert np.mean([R.verdict(x, 0., False, 1.)=='agrees' for x in rng.normal(1, .3, (1000, 3))]) < .025+3*(.025/1000)**.5
+
+@pytest.mark.parametrize('gaps,p', [([5.], .5), ([0., 0.], .5), ([1., 1.], 0.), ([-1., -1.], 1.), ([1., 3.], .5-math.atan(2)/math.pi), ([-3., -1.], .5+math.atan(2)/math.pi)])
+def test_p_value_by_hand(gaps, p): assert R.p_value(gaps)==pytest.approx(p, abs=1e-12)
+
+def test_p_value_of_a_diverged_seed(): assert np.isnan(R.p_value([1., math.nan])) and np.isnan(R.p_value([math.nan]))
+
+@settings(max_examples=40, deadline=None)
+@given(numbers.filter(lambda xs: len(set(xs)) > 1))
+def test_p_value_and_interval_say_the_same(xs):
+    p,(_,low,high) = R.p_value(xs),R.interval(xs)
+    if abs(p-R.ALPHA) > 1e-6: assert (p < R.ALPHA)==(low > 0)
+    if abs(1-p-R.ALPHA) > 1e-6: assert (1-p < R.ALPHA)==(high < 0)
+
+# ---- near chance
+
+def test_ceiling_by_hand():
+    "10 % and 1.96 standard deviations of 0.3 points, rounded to whole images"
+    assert R.ceiling('cifar10')==pytest.approx(10.59) and R.ceiling('cifar100')==pytest.approx(1.2) and R.ceiling('unheard of')==0
+
+def test_at_chance():
+    assert R.at_chance([run(acc=1.), run(1, acc=1.3)]) and R.at_chance([run(acc=.2)]) and not R.at_chance([run(acc=1.), run(1, acc=2.)]) and R.at_chance([run(acc=2.)], above=1.)
+    assert not R.at_chance([]) and not R.at_chance([run(rows=[[1,None,'loss',2.]])]) and not R.at_chance([run(acc=1., data='unheard of')]) and not R.at_chance([run(rows=[[1,None,'accuracy',None]])])
+
+@pytest.mark.parametrize('acc,printed,words', [(1., 1., ('undecided (near chance)','undecided (near chance)')), (1.5, 1., ('undecided (near chance)','undecided (near chance)')),
+    (1., 5., ('lower by 4','lower by 14.5')), (5., 1., ('higher by 4','lower by 14.5'))])
+def test_agreement_near_chance_says_nothing(acc, printed, words):
+    c = R.comparison([run(s, 5, acc) for s in range(3)], [dict(classes=5, epochs=4, accuracy=printed, loss=22.5)], KEYS)
+    assert tuple(c.frame.verdict)==words
+
+def test_personal_accuracy_has_no_known_chance():
+    rs = [run(s, rows=[[1,None,'accuracy',1.],[1,None,'personal_accuracy',1.]]) for s in range(3)]
+    assert R.comparison(rs, [dict(classes=5, epochs=4, accuracy=1., personal_accuracy=1.)], KEYS, ['accuracy','personal_accuracy']).frame.verdict.tolist()==['undecided (near chance)','agrees']
+
+# ---- other data, diverged, of older code
+
+def test_other_data_in_a_comparison():
+    c = R.comparison([run(s, stand_in=dict(data='Fashion-MNIST for CIFAR-100')) for s in range(3)], CELLS, KEYS)
+    assert c.frame.verdict.tolist()==['not run']*2+['other data']*2+['not run']*2 and c.frame.ours[2]==35.
+
+@pytest.mark.parametrize('lost', [dict(loss=None), dict(acc=math.nan), dict(rows=[[2,None,'accuracy',None]])])
+def test_a_diverged_seed_is_said(lost):
+    "The accuracy of weights that are NaN is a number, so the loss decides as well"
+    c = R.comparison([run(0), run(1), run(2, **lost)], CELLS, KEYS, ['accuracy'])
+    assert c.frame.verdict[1]=='diverged' and math.isnan(c.frame.ours[1]) and '| diverged |' in c.to_markdown() and '| 5 | 4 | accuracy | 35.06 | – | 3 | – |' in c.to_markdown()
+
+def test_score_of():
+    assert math.isnan(R.score_of(run(loss=None), 'accuracy')) and R.score_of(run(), 'accuracy')==35. and R.score_of(run(), 'bytes') is None and R.score_of(run(rows=[[1,None,'traffic',3.]]), 'traffic')==3.
+    rows = [[r,None,m,v] for m,vs in dict(accuracy=[5.,6.], val_accuracy=[9.,8.], loss=[1.,None]).items() for r,v in enumerate(vs, 1)]
+    assert R.score_of(run(rows=rows), 'accuracy', 'validation')==5. and math.isnan(R.score_of(run(rows=rows), 'accuracy'))
+
+def test_older_code_has_numbers_and_no_verdict():
+    rs = [run(0, older=True), run(1), run(0, 50), run(1, 50)]
+    c = R.comparison(rs, CELLS, KEYS, ['accuracy'])
+    assert c.frame.verdict.tolist()==['not run','of older code','lower by 31.9'] and c.frame.ours.tolist()[1:]==[35., 35.]
+    assert c.provenance['older']==1 and '1 of 4 runs are of older code' in c.to_markdown() and 'older code' not in R.comparison(rs[1:], CELLS, KEYS).to_markdown()
+    assert R.comparison([run(classes=7, older=True)], CELLS, KEYS, ['accuracy']).frame.verdict.tolist()[-1]=='of older code'
 
 def test_tolerance():
     assert R.tolerance('accuracy', 5.)==R.tolerance('personal_accuracy', 80.)==1.
@@ -175,19 +253,19 @@ def test_comparison_by_hand():
     f = c.frame.set_index(['classes','metric'])
     assert list(c.frame.columns)==[*KEYS,'metric','printed','ours','n','low','high','difference','verdict'] and len(f)==6
     a = f.loc[(5,'accuracy')]
-    assert (a.printed, a.ours, a.n, a.low, a.high, a.verdict)==(35.06, 32., 3, 30., 35., 'lower') and a.difference==pytest.approx(-3.06)
-    assert f.loc[(5,'loss')].verdict=='agrees' and f.loc[(1,'loss')].verdict=='not finite' and f.loc[(1,'accuracy')].verdict=='agrees (one seed)'
+    assert (a.printed, a.ours, a.n, a.verdict)==(35.06, 32., 3, 'undecided') and (a.low, a.high)==pytest.approx((32-4.3027*(7/3)**.5, 32+4.3027*(7/3)**.5), abs=1e-3) and a.difference==pytest.approx(-3.06)
+    assert f.loc[(5,'loss')].verdict=='agrees' and f.loc[(1,'loss')].verdict==f.loc[(1,'accuracy')].verdict=='diverged'
     assert f.loc[(50,'accuracy')].verdict=='not run' and math.isnan(f.loc[(50,'accuracy')].ours) and f.loc[(50,'loss')].n==0
     md = c.to_markdown()
-    assert '| 5 | 4 | accuracy | 35.06 | 32.00 | 3 | 30.00 | 35.00 | -3.06 | lower |' in md
+    assert '| 5 | 4 | accuracy | 35.06 | 32.00 | 3 | 25.43 | 38.57 | -3.06 | undecided |' in md
     assert '| 50 | 4 | loss | 5.85 | – | 0 | – | – | – | not run |' in md and 'nan' not in md+c.to_html()
     assert 'No stand-ins' in md and 'seeds 0, 1, 2' in md and 'last round' in md
 
-@pytest.mark.parametrize('change,word', [(dict(profile='laptop'), 'scale: reduced, profile laptop'), (dict(stand_in=dict(data='Fashion|<b>', model=None)), 'data: Fashion'),
+@pytest.mark.parametrize('change,word', [(dict(profile='laptop'), 'scale: reduced, profile laptop'), (dict(stand_in=dict(data=None, model='CNN|<b>')), 'model: CNN'),
     (dict(stand_in=dict(data=None, model='linear head')), 'model: linear head'), (dict(profile='smoke', stand_in=dict(scale='3 of 8 rounds')), 'scale: 3 of 8 rounds')])
 def test_stand_ins_are_on_the_face(change, word):
     c = R.comparison([run(**change)], CELLS, KEYS)
-    for text in (c.to_markdown(), c.to_html(), c.wide('accuracy').to_markdown()): assert word in text and 'agrees (one seed, stand-in)' in text
+    for text in (c.to_markdown(), c.to_html(), c.wide('accuracy').to_markdown()): assert word in text and 'undecided (one seed, stand-in)' in text
     assert '<b>' not in c.to_html() and c.to_markdown().count('scale:') == ('scale:' in word)
 
 def test_nothing_run():
@@ -220,7 +298,7 @@ def test_validation_round_reaches_the_table():
 def test_wide():
     c = R.comparison([run(s, acc=a) for s,a in enumerate([30., 31., 35.])], CELLS, KEYS)
     t = c.wide('accuracy').to_markdown()
-    assert '| 5 | 4 | 35.06 | 32.00 [30.00, 35.00] | 3 | lower |' in t and '| 1 | 4 | 5.50 | – | 0 | not run |' in t
+    assert '| 5 | 4 | 35.06 | 32.00 [25.43, 38.57] | 3 | undecided |' in t and '| 1 | 4 | 5.50 | – | 0 | not run |' in t
     with pytest.raises(Refused, match='accuracy'): c.wide('acc')
 
 def test_pipes_and_breaks_stay_in_their_cell():
@@ -231,10 +309,11 @@ def test_pipes_and_breaks_stay_in_their_cell():
 def test_paired_by_hand():
     rs = [run(s, acc=a) for s,a in enumerate([10., 20., 30.])]+[run(s, acc=a, method='fedprox') for s,a in enumerate([9., 21., 28., 50.])]
     p = R.paired(rs, dict(method='fedavg'), dict(method='fedprox'), 'accuracy')
-    assert p.differences=={0: 1., 1: -1., 2: 2.} and p.mean==pytest.approx(2/3) and (p.low, p.high)==(-1., 2.) and p.share==pytest.approx(2/3)
-    assert R.paired(rs, dict(method='fedavg'), dict(method='fedprox'), 'accuracy', better='lower').share==pytest.approx(1/3)
+    half,p_ours = 4.3027*(7/9)**.5,t.sf((2/3)/(7/9)**.5, 2) # the variance of 1, -1, 2 is 7/3
+    assert p.differences=={0: 1., 1: -1., 2: 2.} and (p.mean, p.low, p.high, p.p)==pytest.approx((2/3, 2/3-half, 2/3+half, p_ours), abs=1e-3)
+    assert R.paired(rs, dict(method='fedavg'), dict(method='fedprox'), 'accuracy', better='lower').p==pytest.approx(1-p_ours, abs=1e-9)
     q = R.paired(rs, dict(method='fedprox'), dict(method='fedavg'), 'accuracy')
-    assert q.differences=={s: -d for s,d in p.differences.items()} and q.share==pytest.approx(1/3)
+    assert q.differences=={s: -d for s,d in p.differences.items()} and q.p==pytest.approx(1-p.p)
 
 def test_paired_refusals():
     rs = [run(), run(1, method='fedprox'), run(1, 50)]
@@ -246,7 +325,8 @@ def test_paired_refusals():
 def test_paired_diverged():
     rs = [run(loss=None), run(1), run(method='fedprox'), run(1, method='fedprox', loss=9.)]
     p = R.paired(rs, dict(method='fedavg'), dict(method='fedprox'), 'loss', better='lower')
-    assert math.isnan(p.mean) and p.low is None and p.share==.5
+    assert math.isnan(p.mean) and p.low is None and math.isnan(p.p)
+    assert math.isnan(R.paired(rs, dict(method='fedavg'), dict(method='fedprox'), 'accuracy').p)
 
 # ---- files
 

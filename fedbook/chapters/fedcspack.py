@@ -14,12 +14,14 @@ DIFFERENCES = [ # what, the paper says, the released code does, fedbook does
     ('clients', '100, of which 10 a round', '20, always the same 6', 'as the paper'),
     ('local training', '3 or 5 epochs of SGD', '3 epochs, rate 0.05, batches of 16 without the last', '3 epochs, rate 0.05, batches of 16, the last one too'),
     ('data', 'official training and test sets', 'both merged and split anew per client, 75 to 25; the official test set is scored as "global" although three quarters of it were trained on', 'training set to the clients, the test set untouched'),
+    ('Dirichlet partition', 'shares of the clients, class by class', 'a client that has its mean share gets no more of later classes, drawn anew until everybody has four batches', 'as the paper; protocol=\'released\': as the code, moving what a small client lacks'),
     ('what is scored', 'test accuracy of the global model', 'the global model on local test parts before training, local models after the last round, and the last aggregate on the official test set', 'global model on the test set; personal models on test images in the client\'s class shares'),
     ('BatchNorm statistics', 'silent', 'never averaged: the global ResNet-18 is scored with mean 0 and variance 1', 'averaged'),
     ('packs', 'Top-K of those with θ_j < θ_a', 'all with θ_j < θ_a', 'as the code; a budget K is a setting'),
     ('Eq. 7', 'Kullback–Leibler divergence of raw weights: NaN for almost every pack', 'of softmaxed packs, global first', 'intended and released: as the code; printed: Eq. 7, with θ alone where it is NaN'),
     ('Eq. 9', 'adds a mean of weights to the global model, which doubles it', 'adds a mean of changes', 'as the code'),
     ('personal packs', 'a client keeps what the server did not move', 'the whole model is overwritten', 'intended: kept; released: overwritten'),
+    ('clients that were away', 'model and mask go to all clients in every round', 'no mask is sent', 'intended: a client takes over on its return all that moved meanwhile, equal to the bit; fedcspacktoall: all clients in every round, at as many downlinks'),
     ('other methods', 'silent', 'FedProx and FedALA equal FedAvg to both decimals on FMNIST', 'hyper-parameters of their papers; with its κ = 50 FedDBE stays at chance at these learning rates, with κ = 1 it learns'),
     ('seeds', 'three repetitions', 'partition seeded, training not', 'every stream keyed'),
 ]
@@ -42,14 +44,16 @@ def comparison_setting(
     batch_size:int=16, # Samples a step
     lr:float=.05, # Learning rate of SGD
     evaluate_every:int=10, # Rounds between two evaluations
-    protocol:str='official', # The test set is untouched, or shared out as 'released'
+    protocol:str='official', # How samples are dealt out: the test set untouched, or all as 'released'
     method:dict={}, # Other hyper-parameters of the algorithm
     **settings, # `data`, `model`, `input` of a `Setting`
 ) -> Setting: # One cell of a table of paper 003
     "A method as in the tables and figures of paper 003; raises `Refused` for an unknown algorithm or protocol"
     m = dict(choose(algorithm, ALGORITHMS, 'algorithm'), **(dict(variant=variant) if algorithm=='FedCSPACK' else {}), **method)
-    partition = dict(name='dirichlet', alpha=alpha) if alpha else dict(name='classes_per_client', classes=classes)
-    return Setting(method=m, partition=dict(partition, n_clients=clients[0]), validation=0., personal=True, leaky=choose(protocol, ('official','released'), 'protocol')=='released',
+    leaky = choose(protocol, ('official','released'), 'protocol')=='released'
+    capped = dict(convention='by_class_capped', min_size=4*batch_size) if leaky else {}
+    partition = dict(name='dirichlet', alpha=alpha, **capped) if alpha else dict(name='classes_per_client', classes=classes)
+    return Setting(method=m, partition=dict(partition, n_clients=clients[0]), validation=0., personal=True, leaky=leaky,
         protocol=dict(rounds=rounds, per_round=clients[1], evaluate_every=evaluate_every), local=dict(epochs=epochs, batch_size=batch_size, optimiser=dict(name='sgd', lr=lr)), **settings)
 
 # %% ../../nbs/02_methods/40_chapter_fedcspack.ipynb #adad7820

@@ -9,18 +9,20 @@ __all__ = ['accumulation', 'FedNova']
 from dataclasses import dataclass, replace
 import torch
 from ..method import FedAvg, plan
+from .fedprox import FedProx
 from ..tensors import tmap
 
 # %% ../../nbs/02_methods/31_fednova.ipynb #a581009f
 def accumulation(
     optimiser, # As in `fedbook.optim`
     scales:list[float], # The factor on the learning rate, per step
+    mu:float=0., # Strength of a proximal term in the local objective
 ) -> float: # ‖a‖₁
     "How far a weight gets in units of the learning rate when every gradient is one (Wang et al. 2020, section 4)"
     o = replace(optimiser, weight_decay=0.)
-    w,one = dict(w=torch.zeros((), dtype=torch.float64)),dict(w=torch.ones((), dtype=torch.float64))
+    w = dict(w=torch.zeros((), dtype=torch.float64))
     s = o.init(w)
-    for scale in scales: w,s = o.update(w, one, s, scale)
+    for scale in scales: w,s = o.update(w, tmap(lambda w: 1 + mu*w, w), s, scale)
     return -w['w'].item()/o.lr
 
 # %% ../../nbs/02_methods/31_fednova.ipynb #6efc7f46
@@ -28,7 +30,8 @@ def accumulation(
 class FedNova(FedAvg):
     "FedAvg with changes divided by the local work that made them (Wang et al. 2020, Eq. 6)"
     def finish(self, w, c):
-        a = accumulation(c.local.optimiser, [scale for _,scale in plan(c)])
+        mu = self.mu if isinstance(self, FedProx) else 0. # combined with it, as in `fednova+fedprox`
+        a = accumulation(c.local.optimiser, [scale for _,scale in plan(c)], mu)
         return dict(w=w, a=torch.tensor(a, dtype=torch.float64)), c.memory
 
     def merge(self, state, messages, weights):

@@ -1,0 +1,118 @@
+"What a result depends on is found wherever it lies; what changes no result is left out."
+import importlib, shutil, subprocess, sys
+from functools import lru_cache, partial
+from pathlib import Path
+import pytest
+from fedbook import models, partition
+from fedbook.errors import Refused
+from fedbook.experiments import Case, code_fingerprint, Setting
+from fedbook.method import FedAvg, method, METHODS
+
+ROOT = Path(__file__).resolve().parents[1]
+
+@lru_cache(maxsize=None)
+def codes(checkout, *names):
+    "What the code of a checkout is recognised by"
+    ask = f'from fedbook.experiments import code_fingerprint; print(*map(code_fingerprint, {names!r}))'
+    p = subprocess.run([sys.executable, '-c', ask], cwd=checkout, env={'PYTHONPATH': str(checkout), 'PATH': ''}, capture_output=True, text=True, check=True)
+    return dict(zip(names, p.stdout.split()))
+
+NAMES = 'fedavg','fedprox','fedas','fedpac','talos','fedspu','moon'
+
+@pytest.mark.parametrize('file,change,touched', [
+    ('methods/fedas.py', 'def more(): pass', {'fedas','fedpac'}), ('methods/talos.py', 'def more(): pass', {'talos','fedpac','fedspu'}), ('methods/moon.py', 'def more(): pass', {'moon'}),
+    ('rounds.py', 'def more(): pass', {*NAMES}), ('partition.py', 'SMALL = 1', {*NAMES}), ('experiments.py', 'def resplit(*a): pass', {*NAMES}),
+    ('experiments.py', 'def more(): pass', set()), ('engines.py', 'def more(): pass', set()), ('cli.py', 'def more(): pass', set()),
+    ('methods/fedas.py', '# a comment', set())])
+def test_a_change_makes_the_rows_of_those_methods_stale_that_use_it(tmp_path, file, change, touched):
+    shutil.copytree(ROOT/'fedbook', tmp_path/'fedbook', ignore=shutil.ignore_patterns('__pycache__'))
+    with open(tmp_path/'fedbook'/file, 'a') as f: f.write(f'\n{change}\n')
+    before,after = codes(ROOT, *NAMES),codes(tmp_path, *NAMES)
+    assert {n for n in NAMES if before[n]!=after[n]}==touched
+
+@pytest.fixture
+def outside(tmp_path, monkeypatch):
+    "Modules of the reader's own"
+    monkeypatch.syspath_prepend(tmp_path)
+    def write(name, text):
+        (tmp_path/f'{name}.py').write_text(text); importlib.invalidate_caches()
+        return importlib.reload(sys.modules[name]) if name in sys.modules else importlib.import_module(name)
+    yield write
+    for m in [m for m in sys.modules if (tmp_path/f'{m}.py').exists()]: del sys.modules[m]
+    for n in list(METHODS):
+        METHODS[n] = {m: c for m,c in METHODS[n].items() if m.startswith('fedbook.')}
+        if not METHODS[n]: METHODS.pop(n)
+
+OWN = 'from fedbook.method import FedAvg\nimport json, torch, equation_7\nclass Seventh(FedAvg):\n    def step(self, g, w, c): return equation_7.f(g)\n'
+
+def test_a_method_outside_of_the_package_and_what_it_imports(outside):
+    outside('equation_7', 'def f(g): return g')
+    outside('seventh', OWN)
+    code = code_fingerprint('seventh')
+    assert code!=code_fingerprint('fedavg')
+    outside('equation_7', 'def f(g): return -g'); assert code_fingerprint('seventh')!=code
+    outside('equation_7', 'def f(g): return g # said in words'); assert code_fingerprint('seventh')==code
+    outside('seventh', OWN.replace('return', 'return 2*')); assert code_fingerprint('seventh')!=code
+
+def test_a_file_that_is_edited_while_a_run_goes_on_changes_nothing(outside, tmp_path):
+    outside('equation_7', 'def f(g): return g'); outside('seventh', OWN)
+    code = code_fingerprint('seventh')
+    (tmp_path/'equation_7.py').write_text('def f(g): return -g')
+    assert code_fingerprint('seventh')==code
+
+CELLS = '''
+import sys; from IPython.core.interactiveshell import InteractiveShell
+shell = InteractiveShell.instance()
+def code(*cells):
+    for c in cells: shell.run_cell(c).raise_error()
+    return shell.run_cell('from fedbook.experiments import code_fingerprint, Setting; Setting("mnist", method=dict(name="mine")); code_fingerprint("mine")').result
+mine = """
+from dataclasses import dataclass
+from fedbook.method import FedAvg
+rate = 2
+def equation(g): return rate*g
+@dataclass(frozen=True)
+class Mine(FedAvg):
+    mu: float = 1.
+    def step(self, g, w, c): return equation(g)
+"""
+a = code(mine)
+assert a==code('unrelated = 5', mine.replace('rate = 2', 'rate = 2 # said in words'))
+assert len({a, code('rate = 3'), code('def equation(g): return -rate*g'), code(mine.replace('equation(g)\\n', 'g\\n')), code(mine.replace('mu: float = 1.', 'mu: float = 2.'))})==5
+print(code(mine)==a, shell.run_cell("from fedbook.method import method; type(method('mine')) is Mine").result)
+'''
+
+def test_a_class_that_is_defined_again_in_a_notebook_takes_effect(tmp_path):
+    (tmp_path/'cells.py').write_text(CELLS)
+    p = subprocess.run([sys.executable, 'cells.py'], cwd=tmp_path, env={'PYTHONPATH': str(ROOT), 'PATH': '', 'HOME': str(tmp_path)}, capture_output=True, text=True)
+    assert p.stdout.split()[-2:]==['True','True'], p.stdout+p.stderr
+
+@pytest.mark.parametrize('code,named', [('', 'source of Mine.step'), ('import torch\ndef f(x): return w*x\nw = torch.ones(2)\n', 'w is a Tensor')])
+def test_what_cannot_be_told_apart_is_refused_with_the_way_out(tmp_path, code, named):
+    script = f'from fedbook.method import FedAvg\n{code}class Mine(FedAvg):\n    def step(self, g, w, c): return {"f(g)" if code else "g"}\nfrom fedbook.experiments import code_fingerprint\ncode_fingerprint("mine")'
+    (tmp_path/'a.py').write_text(script)
+    p = subprocess.run([sys.executable, *(['a.py'] if code else ['-c', script])], cwd=tmp_path, env={'PYTHONPATH': str(ROOT), 'PATH': ''}, capture_output=True, text=True)
+    assert p.returncode==1 and named in p.stderr.splitlines()[-1] and 'into a module' in p.stderr.splitlines()[-1]
+
+def test_a_name_with_two_meanings_is_refused(outside):
+    own = 'from fedbook.method import FedAvg\nclass MOON(FedAvg):\n    def step(self, g, w, c): return 2*g\n'
+    import fedbook.methods.moon
+    outside('theirs', own)
+    with pytest.raises(Refused, match="two methods 'moon', MOON of theirs and MOON of fedbook.methods.moon; give one of them another name"): Setting('mnist', method=dict(name='moon'))
+    assert method('fedprox', mu=1.).mu==1
+    METHODS['moon'].pop('theirs'); assert type(method('moon')) is fedbook.methods.moon.MOON
+    outside('one', own.replace('MOON', 'Same')); outside('two', own.replace('MOON', 'Same')); assert method('same')
+    outside('two', own.replace('MOON', 'Same').replace('2*g', '3*g'))
+    with pytest.raises(Refused, match='Same of one and Same of two'): method('same')
+
+def test_what_a_setting_names_of_the_readers_own_counts(outside, monkeypatch):
+    def codes(): return [Case({}, s).code() for s in (Setting('mnist'), Setting('mnist', model=dict(name='own')), Setting('mnist', partition=dict(name='own', n_clients=2)))]
+    text = 'from functools import partial\nfrom fedbook.partition import iid\nfrom fedbook.models import softmax, mlp\ndef own(labels, n_clients, seed=0): return iid(labels, n_clients, seed)\ndef net(n_classes, in_channels, image_size): return softmax(n_classes, in_channels, image_size)\n'
+    def register(m): monkeypatch.setitem(models.MODELS, 'own', m.net); monkeypatch.setitem(partition.SCHEMES, 'own', m.own)
+    register(outside('mine', text)); a = codes()
+    assert a[0]==code_fingerprint('fedavg') and a[0] not in a[1:]
+    register(outside('mine', text.replace('seed)', 'seed+1)'))); b = codes()
+    assert a[0]==b[0] and a[2]!=b[2] and a[1]!=b[1], 'one module holds both'
+    monkeypatch.setitem(models.MODELS, 'own', partial(models.mlp, hidden=(3,))); c = codes()
+    monkeypatch.setitem(models.MODELS, 'own', partial(models.mlp, hidden=(4,))); d = codes()
+    assert len({a[0], c[1], d[1]})==3 and c[0]==d[0]==a[0]
