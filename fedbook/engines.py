@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['OFTEN', 'CACHE', 'SEVERAL', 'NO_GPU', 'ONLY_GPU', 'TEAMS', 'ENGINES', 'BUDGET', 'SHORT', 'LONG', 'CHOICES', 'Group',
-           'timetable', 'parcels', 'steps', 'augmented', 'train', 'worth_a_trace', 'common', 'local_step_of',
+           'timetable', 'parcels', 'steps', 'augmented', 'train', 'in_step', 'worth_a_trace', 'common', 'local_step_of',
            'replies_of', 'follow', 'FellBack', 'out_of_memory', 'Traced', 'views', 'give_up', 'halve', 'stacked',
            'graphs', 'cores', 'Processes', 'team_of', 'disband', 'engine', 'used', 'possible', 'trial', 'round_seconds',
            'measure', 'local_steps', 'kind', 'choice']
@@ -17,11 +17,11 @@ import json, os, platform, time, warnings, weakref
 import numpy as np, torch
 from .errors import choose, Refused, require
 from .files import data_dir, fingerprint, writing
-from .memory import recalled
+from .memory import grouped, kind as kind_of, recalled
 from .method import Client, cuts, FedAvg, Local, orders
 from .models import Net
 from .rounds import AT_ONCE, begin, begin_client, client_views, draws, end_client, FederatedData, Federation, OF_CLIENTS, one_by_one, ready, sample_bytes
-from .tensors import apart, channels_last, clone, flatten, side_by_side
+from .tensors import apart, channels_last, clone, flatten, side_by_side, Unlike
 from .trace import Bound, bring_back, ready_to_trace, recording, Step
 from .workers import Team
 
@@ -88,11 +88,22 @@ def train(
     pairs:list, # (run, client); the runs are alike but for their seeds
     record=None, # How steps are recorded, `fedbook.trace.recording` on a GPU, or `None`
 ) -> list: # Their replies
-    "Local training of stacked clients, step by step together"
+    "Local training of many clients; those of one kind are stacked and go step by step together"
+    ws = [begin_client(f, c) for f,c in pairs]
+    try: return in_step(pairs, ws, record)
+    except Unlike: pass
+    replies = {}
+    for _,some in grouped((tuple(map(kind_of, (w, c.message, c.memory, c.buffers))), j) for j,(w,(_,c)) in enumerate(zip(ws, pairs))):
+        replies.update(zip(some, in_step([pairs[j] for j in some], [ws[j] for j in some], record)))
+    return [replies[j] for j in range(len(pairs))]
+
+# %% ../nbs/01_foundations/34_engines.ipynb #5f2c91aa
+def in_step(pairs, ws, record):
+    "Local training of clients of one kind, from their weights `ws` on"
     order = sorted(range(len(pairs)), key=lambda j: -len(pairs[j][1].own))
-    pairs = [pairs[j] for j in order]
+    pairs,ws = [pairs[j] for j in order],[ws[j] for j in order]
     (fed,_),cs = pairs[0],[c for _,c in pairs]
-    ws,groups = [begin_client(f, c) for f,c in pairs],timetable(cs, fed.method)
+    groups = timetable(cs, fed.method)
     carry = tuple(clone(side_by_side(trees)) for trees in (ws, [f.method.init(w, c) for w,(f,c) in zip(ws, pairs)], [c.buffers for c in cs]))
     given = side_by_side([c.message for c in cs]),side_by_side([c.memory for c in cs])
     streams = [draws(f, c, 'train') for f,c in pairs]
