@@ -4,10 +4,10 @@
 
 # %% auto #0
 __all__ = ['OFTEN', 'CACHE', 'SEVERAL', 'NO_GPU', 'ONLY_GPU', 'TEAMS', 'ENGINES', 'BUDGET', 'SHORT', 'LONG', 'CHOICES', 'Group',
-           'timetable', 'parcels', 'steps', 'augmented', 'train', 'even', 'worth_a_trace', 'common', 'local_step_of',
-           'replies_of', 'follow', 'FellBack', 'out_of_memory', 'Traced', 'views', 'give_up', 'halve', 'stacked',
-           'graphs', 'cores', 'Processes', 'team_of', 'disband', 'engine', 'used', 'possible', 'trial', 'round_seconds',
-           'measure', 'local_steps', 'kind', 'choice']
+           'timetable', 'parcels', 'steps', 'augmented', 'train', 'in_step', 'even', 'worth_a_trace', 'common',
+           'local_step_of', 'replies_of', 'follow', 'FellBack', 'out_of_memory', 'Traced', 'views', 'give_up', 'halve',
+           'stacked', 'graphs', 'cores', 'Processes', 'team_of', 'disband', 'engine', 'used', 'possible', 'trial',
+           'round_seconds', 'measure', 'local_steps', 'kind', 'choice']
 
 # %% ../nbs/01_foundations/34_engines.ipynb #dd562e60
 from collections import Counter
@@ -17,11 +17,11 @@ import json, os, platform, time, warnings, weakref
 import numpy as np, torch
 from .errors import choose, Refused, require
 from .files import data_dir, fingerprint, writing
-from .memory import recalled
+from .memory import grouped, kind as kind_of, recalled
 from .method import Client, cuts, FedAvg, Local, orders
 from .models import Net
 from .rounds import AT_ONCE, begin, begin_client, client_views, draws, end_client, FederatedData, Federation, OF_CLIENTS, one_by_one, ready, sample_bytes
-from .tensors import apart, channels_last, clone, flatten, side_by_side
+from .tensors import apart, channels_last, clone, flatten, side_by_side, Unlike
 from .trace import Bound, bring_back, ready_to_trace, recording, Step
 from .workers import Team
 
@@ -32,10 +32,12 @@ class Group:
     scale: float # Of the learning rate
     rows: list # Their places in the stack
     samples: np.ndarray # For each, positions of its batch in the training samples, [rows, b]
+    phase: object = None # Of the method
 
 # %% ../nbs/01_foundations/34_engines.ipynb #73f42732
 def timetable(
     cs:list, # The clients, those with most steps first
+    method:FedAvg=FedAvg(), # Whose phases tell which steps are alike
 ) -> list[Group]: # In the order of time
     "All steps of all clients in a round"
     groups = {}
@@ -43,9 +45,10 @@ def timetable(
         rows = list(rows); one = cs[rows[0]]
         every = np.stack([cs[j].own.cpu().numpy()[orders(cs[j])] for j in rows])
         for t,(e,a,z,scale) in enumerate(cuts(n, one.local, one.round, bool(one.buffers))):
-            g = groups.setdefault((t, a-z, scale), ([], []))
+            phase = method.phase(e, one.round)
+            g = groups.setdefault((t, a-z, scale, repr(phase)), ([], [], phase))
             g[0].extend(rows); g[1].append(every[:,e,a:z])
-    return [Group(k[-1], rows, np.concatenate(samples)) for k,(rows,samples) in sorted(groups.items())]
+    return [Group(k[2], rows, np.concatenate(samples), phase) for k,(rows,samples,phase) in sorted(groups.items(), key=lambda g: g[0])]
 
 # %% ../nbs/01_foundations/34_engines.ipynb #ce93049b
 def parcels(
@@ -65,7 +68,7 @@ def steps(
     d:FederatedData, # What the clients hold
     groups:list[Group], # In the order of time
     streams:list, # Per client, the stream its training draws from
-): # Yields (rows, x [rows, b, …], y [rows, b], scale)
+): # Yields (rows, x [rows, b, …], y [rows, b, …], scale, phase)
     "The batches of all steps, ready for the network"
     for parcel in parcels(groups, AT_ONCE//sample_bytes(d)):
         every = torch.from_numpy(np.concatenate([g.samples.ravel() for g in parcel])).to(d.x.device)
@@ -74,7 +77,7 @@ def steps(
         sizes = [g.samples.size for g in parcel]
         for g,xs,ys in zip(parcel, x.split(sizes), y.split(sizes)):
             if d.augment: xs = channels_last(d.prepare(torch.cat([augmented(d, b, streams[j]) for j,b in zip(g.rows, xs.split(g.samples.shape[1]))])))
-            yield g.rows, xs.view(*g.samples.shape, *xs.shape[1:]), ys.view(g.samples.shape), g.scale
+            yield g.rows, xs.view(*g.samples.shape, *xs.shape[1:]), ys.view(*g.samples.shape, *ys.shape[1:]), g.scale, g.phase
 
 # %% ../nbs/01_foundations/34_engines.ipynb #4183ffac
 def augmented(d, x, stream):
@@ -85,12 +88,23 @@ def train(
     pairs:list, # (run, client); the runs are alike but for their seeds
     record=None, # How steps are recorded, `fedbook.trace.recording` on a GPU, or `None`
 ) -> list: # Their replies
-    "Local training of stacked clients, step by step together"
+    "Local training of many clients; those of one kind are stacked and go step by step together"
+    ws = [begin_client(f, c) for f,c in pairs]
+    try: return in_step(pairs, ws, record)
+    except Unlike: pass
+    replies = {}
+    for _,some in grouped((tuple(map(kind_of, (w, even(c.message, f.method.ragged), c.memory, c.buffers))), j) for j,(w,(f,c)) in enumerate(zip(ws, pairs))):
+        replies.update(zip(some, in_step([pairs[j] for j in some], [ws[j] for j in some], record)))
+    return [replies[j] for j in range(len(pairs))]
+
+# %% ../nbs/01_foundations/34_engines.ipynb #5f2c91aa
+def in_step(pairs, ws, record):
+    "Local training of clients of one kind, from their weights `ws` on"
     order = sorted(range(len(pairs)), key=lambda j: -len(pairs[j][1].own))
-    pairs = [pairs[j] for j in order]
-    (fed,_),cs,opt = pairs[0],[c for _,c in pairs],pairs[0][0].local.optimiser
-    ws,groups = [begin_client(f, c) for f,c in pairs],timetable(cs)
-    carry = tuple(clone(side_by_side(trees)) for trees in (ws, [opt.init(w) for w in ws], [c.buffers for c in cs]))
+    pairs,ws = [pairs[j] for j in order],[ws[j] for j in order]
+    (fed,_),cs = pairs[0],[c for _,c in pairs]
+    groups = timetable(cs, fed.method)
+    carry = tuple(clone(side_by_side(trees)) for trees in (ws, [f.method.init(w, c) for w,(f,c) in zip(ws, pairs)], [c.buffers for c in cs]))
     given = side_by_side([even(c.message, fed.method.ragged) for c in cs]),side_by_side([c.memory for c in cs])
     streams = [draws(f, c, 'train') for f,c in pairs]
     losses = follow(fed, Bound(local_step_of(fed.method, fed.local, fed.net), carry, given, streams, worth_a_trace(fed, groups), record), groups, streams)
@@ -129,17 +143,17 @@ def local_step_of(method:FedAvg, local:Local, net:Net) -> Step:
 # %% ../nbs/01_foundations/34_engines.ipynb #d19f9cd3
 def replies_of(pairs, carry, losses):
     "What remains of a round for each stacked client"
-    w,_,buffers = (apart(tree, len(pairs)) for tree in carry)
+    w,s,buffers = (apart(tree, len(pairs)) for tree in carry)
     for (_,c),b in zip(pairs, buffers): c.buffers = b
-    return [end_client(fed, c, v, loss) for (fed,c),v,loss in zip(pairs, w, losses)]
+    return [end_client(fed, c, *last) for (fed,c),*last in zip(pairs, w, s, losses)]
 
 # %% ../nbs/01_foundations/34_engines.ipynb #813789e9
 def follow(fed, bound, groups, streams):
-    "Take the steps of a timetable and bring the stack back; the mean loss of each client"
+    "Take the steps of a timetable and bring the stack back; the losses of each client's steps"
     losses = [bound(*step) for step in steps(fed.data, groups, streams)]
     bring_back(bound)
     rows = np.concatenate([g.rows for g in groups])
-    return (np.bincount(rows, torch.cat(losses).cpu().double().numpy())/np.bincount(rows)).tolist()
+    return torch.cat(losses)[np.argsort(rows, kind='stable')].cpu().split(np.bincount(rows).tolist())
 
 # %% ../nbs/01_foundations/34_engines.ipynb #f298e1c8
 CACHE = 2**25 # Bytes of stacked weights on a processor

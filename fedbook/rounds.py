@@ -25,7 +25,7 @@ from .errors import choose, require, Refused
 from .features import extract, head_net
 from .files import fingerprint
 from .memory import kind, Memory, read_back, recalled, written
-from .method import batches, Client, FedAvg, Local
+from .method import batches, Client, cuts, FedAvg, Local
 from .models import Classifier, lies_in, Net, weights_fingerprint
 from .settings import Checked, setting
 from .streams import seeded, stream
@@ -185,13 +185,15 @@ def end_client(
     fed:Federation, # The run
     c:Client, # The client, its buffers as training left them
     w:dict, # Its weights after training
-    loss:float, # Mean over its steps
+    s:dict, # The optimiser's state after training
+    losses:Tensor, # Of its steps, [steps]
 ) -> dict: # Its reply: message, memory, buffers, mean training loss, bytes received and sent
     "What remains of a round for the client when training is over"
+    c.s,c.losses = s,losses
     with draws(fed, c, 'finish'): message,memory = fed.method.finish(w, c)
     travel = dict(buffers=c.buffers) if c.buffers and fed.protocol.buffers=='average' else {} # those that stay local or are dropped are not sent
     down,up = (nbytes({**m, **travel}) if m or travel else 0 for m in (c.message, message)) # who has nothing to say sends nothing
-    return dict(message=message, memory=memory, buffers=c.buffers, loss=loss, down=down, up=up)
+    return dict(message=message, memory=memory, buffers=c.buffers, loss=losses.double().mean().item(), down=down, up=up)
 
 # %% ../nbs/01_foundations/31_rounds.ipynb #94dfcf0f
 def client_round(
@@ -203,12 +205,13 @@ def client_round(
     "What client `i` does in round `r`; it reads `state` and does not change it"
     c,losses = client_view(fed, state, i, r),[]
     w = begin_client(fed, c)
-    s = fed.local.optimiser.init(w)
+    s,epochs = fed.method.init(w, c),[e for e,*_ in cuts(len(c.own), c.local, r, bool(c.buffers))]
     with draws(fed, c, 'train'):
-        for batch,scale in batches(c):
+        for e,(batch,scale) in zip(epochs, batches(c)):
+            c.phase = fed.method.phase(e, r)
             w,s,loss = local_step(fed.method, c, w, s, batch, scale)
             losses.append(loss)
-    return end_client(fed, c, w, torch.stack(losses).mean().item())
+    return end_client(fed, c, w, s, torch.stack(losses))
 
 # %% ../nbs/01_foundations/31_rounds.ipynb #035d3786
 def merge_buffers(

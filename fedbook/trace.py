@@ -27,7 +27,7 @@ aten = torch.ops.aten
 # %% ../nbs/01_foundations/32_trace.ipynb #203cd73d
 class Unseen(LookupError): "A step looked at what differs between the clients or rounds that share it"
 
-SEEN = 'net','local','message','memory','buffers'
+SEEN = 'net','local','message','memory','buffers','phase'
 HIDDEN = {f.name for f in fields(Client)} - set(SEEN)
 
 class Shared(Client):
@@ -42,12 +42,13 @@ def flat_step(
     local:Local, # How clients train
     net:Net, # With which network
     spec, # How flat tensors make the trees ((w, s, buffers), (message, memory))
+    phase=None, # Of the method
 ): # From tensors and x, y, scale to new w and s and the loss; buffers change in place
     "One local step of one client, from a list of tensors to a list of tensors"
     def step(*flat):
         *flat,x,y,scale = flat
         (w,s,buffers),(message,memory) = tree_unflatten(flat, spec)
-        c = Shared(net, local, None, None, None, None, None, message, memory, buffers)
+        c = Shared(net, local, None, None, None, None, None, message, memory, buffers, phase=phase)
         w,s,loss = local_step(method, c, w, s, dict(x=x, y=y), scale)
         return tree_flatten((w, s))[0] + [loss]
     return step
@@ -240,9 +241,10 @@ def list_of_one(
     parts:tuple, # Method, how clients train, network
     spec, # How flat tensors make their trees
     *flat:Tensor, # A client's tensors, x, y, and the scale
+    phase=None, # Of the method
 ): # The trace, and how many of its results are new values of its first inputs
     "A client's step, shortened"
-    gm = trace(flat_step(*parts, spec), *flat)
+    gm = trace(flat_step(*parts, spec, phase), *flat)
     simplify(gm.graph); pool_first(gm.graph)
     return gm, len(list(gm.graph.nodes)[-1].args[0])-1
 
@@ -265,10 +267,11 @@ def finished(
     n:int, # Clients
     spec, # How flat tensors make their trees
     *flat:Tensor, # Their tensors, x and y, [n, …] each (without the first axis if n is 1), and the scale
+    phase=None, # Of the method
 ): # A function of `flat`, draws and the scale as a number, and the draws
     "The list of a step, ready to run"
     first = [t[0] if n > 1 else t for t in flat[:-1]]
-    gm,pairs = list_of_one(step.parts, spec, *first, flat[-1])
+    gm,pairs = list_of_one(step.parts, spec, *first, flat[-1], phase=phase)
     gm,draws = list_of_many(gm, n, *flat) if n > 1 else (gm, [])
     in_place(gm, pairs, len(flat)-1)
     return compiled(gm),draws
@@ -292,17 +295,17 @@ class Bound:
         self.own = self.flat
         if record: self.flat = placed(step.places, self.kind, self.flat)
 
-    def __call__(self, rows:list, x:Tensor, y:Tensor, scale:float) -> Tensor: # Their losses, [rows]
-        "One step of the clients `rows` (ascending) on batches x [rows, b, …] and y [rows, b]"
-        n,b = y.shape
+    def __call__(self, rows:list, x:Tensor, y:Tensor, scale:float, phase=None) -> Tensor: # Their losses, [rows]
+        "One step of the clients `rows` (ascending) on batches x [rows, b, …] and y [rows, b, …]"
+        self.phase,(n,b) = phase,y.shape[:2]
         if n > 1 and (n,b) in self.worth: return together(self, rows, x, y, scale)
         return torch.stack([alone(self, j, x[i], y[i], scale) for i,j in enumerate(rows)])
 
 # %% ../nbs/01_foundations/32_trace.ipynb #4edff8ba
 def list_for(bound, n, flat, x, y):
     "The list for these shapes, made when they come for the first time"
-    key,lists = (n, flat is bound.flat, x.shape, x.stride(), bound.kind),bound.step.lists
-    if key not in lists: lists[key] = finished(bound.step, n, bound.spec, *flat, x, y, number(1., x.device))
+    key,lists = (n, flat is bound.flat, x.shape, x.stride(), bound.kind, bound.phase),bound.step.lists
+    if key not in lists: lists[key] = finished(bound.step, n, bound.spec, *flat, x, y, number(1., x.device), phase=bound.phase)
     return lists[key]
 
 @lru_cache(maxsize=1024)
@@ -315,7 +318,7 @@ def alone(bound, j, x, y, scale):
     if (1,len(y)) in bound.worth:
         run,_ = list_for(bound, 1, flat, x, y)
         with bound.streams[j], torch.inference_mode(): return run(*flat, x, y, number(scale, x.device), scale)
-    with bound.streams[j]: *new,loss = flat_step(*step.parts, bound.spec)(*flat, x, y, scale)
+    with bound.streams[j]: *new,loss = flat_step(*step.parts, bound.spec, bound.phase)(*flat, x, y, scale)
     for old,t in zip(flat, new): old.copy_(t)
     return loss
 
