@@ -16,12 +16,11 @@ from fedbook.methods.fedspu import active, cut, FedSPU, masks
 from fedbook.methods.localonly import LocalOnly
 from fedbook.methods.moon import contrast, MOON
 from fedbook.models import build, Classifier, Net, part
-from fedbook.optim import Cosine, SGD
+from fedbook.optim import SGD
 from fedbook.rounds import begin, begin_client, client_view, Federation, one_by_one, one_round, run, taking_part
-from fedbook.streams import seeded, stream
+from fedbook.streams import seeded
 from fedbook.tensors import gradient
 from fedbook.wire import nbytes
-import oracles
 from test_rounds import federation, mlp, same
 
 def whole(m, **kw): return federation(m, module=mlp(blocks=True), **kw)
@@ -445,48 +444,3 @@ def test_local_training_is_fedavg_with_one_client_and_sends_nothing():
     w = begin(alone)
     for r in range(3): reply = one_by_one(alone, w, [2], r)[0]; w = dict(w, server=dict(w=reply['message']['w']))
     assert same(fed.method.personal(client_view(fed, state, 2, 3)), w['server']['w'])
-
-# ---- against the oracles: three rounds in float64, the server's model and what is scored for every client
-
-def small(m, **kw):
-    "A network of one hidden layer, clients of unlike sizes, and what the oracles are given"
-    with seeded(0, 'small'): module = Classifier(torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.ReLU()), torch.nn.Linear(8, 3)).double()
-    fed = federation(m, module=module, local=Local(2, 4, SGD(.1, **kw)), per_round=2)
-    fed.data.x,fed.data.test = fed.data.x.double(),(fed.data.test[0].double(),fed.data.test[1])
-    views = {(r, i): client_view(fed, begin(fed), i, r) for r in range(-1, 4) for i in range(4)}
-    steps = {k: [torch.from_numpy(b) for b,_ in plan(c)] for k,c in views.items()}
-    return fed,[(views[0,i].x, views[0,i].y) for i in range(4)],[{i: steps[r,i] for i in taking_part(fed, r)} for r in range(3)],steps
-
-def agree(fed, out, logits=oracles.logits):
-    state,rows = run(fed)
-    for k,v in out[-1]['w'].items(): torch.testing.assert_close(state['server']['w'][k], v, rtol=1e-5, atol=1e-7)
-    for i,w in out[-1]['personal'].items():
-        c = client_view(fed, state, i, 3)
-        torch.testing.assert_close(fed.net.logits(fed.method.personal(c), {}, c.x), logits(w, c.x), rtol=1e-5, atol=1e-6)
-    return rows
-
-def down(rows): return [r[3] for r in rows if r[2]=='bytes_down' and r[0] > 0]
-
-def test_fedala_is_its_oracle():
-    fed,clients,rounds,_ = small(FedALA(), momentum=.5)
-    slices = {(r, i): int(stream(0, 'mixing', r, i).integers(len(y)-int(.8*len(y))+1)) for r in range(4) for i,(_,y) in enumerate(clients)}
-    out = oracles.oracle_fedala(fed.net.weights(), clients, rounds, .1, slices, momentum=.5)
-    assert down(agree(fed, out))==[nbytes(dict(w=fed.net.weights()))*len(o['down_numbers']) for o in out]
-
-@pytest.mark.parametrize('mu', [1., .2])
-def test_feddbe_is_its_oracle(mu):
-    fed,clients,rounds,steps = small(FedDBE(kappa=2., mu=mu))
-    agree(fed, oracles.oracle_feddbe(fed.net.weights(), clients, rounds, .1, {i: steps[-1,i] for i in range(4)}, mu, 2.), oracles.dbe_logits)
-
-def test_fedas_is_its_oracle():
-    fed,clients,rounds,_ = small(FedAS(lr=.1), momentum=.5)
-    def whole(i, size): n = len(clients[i][1]); return list(torch.arange(n).split(size))[:max(1, n//size)]
-    each = [(r, i) for r in range(3) for i in range(4)]
-    out = oracles.oracle_fedas(fed.net.weights(), clients, rounds, .1, {(r, i): whole(i, 16) for r,i in each}, {(r, i): whole(i, 4) for r,i in each}, .1, {(r, i): torch.cat(whole(i, 16)) for r,i in each}, .5)
-    assert down(agree(fed, out))==[nbytes(dict(w=part(fed.net.weights(), 'body')))*len(o['down_numbers']) for o in out]
-
-def test_fedpac_is_its_oracle():
-    fed,clients,rounds,_ = small(FedPAC(), momentum=.5, weight_decay=5e-4)
-    def order(r, i):
-        with seeded(0, 'start', r, i): return torch.randperm(len(clients[i][1])).split(4)
-    agree(fed, oracles.oracle_fedpac(fed.net.weights(), clients, rounds, .1, {(r, i): order(r, i) for r in range(3) for i in range(4)}))

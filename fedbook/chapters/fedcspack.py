@@ -25,6 +25,9 @@ DIFFERENCES = [ # what, the paper says, the released code does, fedbook does
     ('clients that were away', 'model and mask go to all clients in every round', 'no mask is sent', 'intended: a client takes over on its return all that moved meanwhile, equal to the bit; fedcspacktoall: all clients in every round, at as many downlinks'),
     ('other methods', 'silent', 'FedProx and FedALA equal FedAvg to both decimals on FMNIST', 'hyper-parameters of their papers; FedDBE\'s κ and MOON\'s μ, for which the settings differ, by validation data, and their papers\' values beside'),
     ('FedSPU', 'silent on its settings', 'FedSPU\'s own code takes the number of a feature map for that of a column behind the last convolution (0.2 % of that layer trains at r = 0.4), and keeps whole and partial clients apart, so that the order of replies decides', 'blocks of columns; one mean per entry, weighted by samples'),
+    ('FedDBE', 'silent on its settings', 'FedDBE\'s own code: before the first round all clients train once, and the weights are thrown away', 'as its code, as round 0; its traffic counted apart'),
+    ('FedALA', 'silent on its settings', 'FedALA\'s own code: all clients mix in every round, the first time without a limit', 'as its code, with at most 1,000 passes; what all clients receive is counted'),
+    ('FedAS', 'silent on its settings', 'FedAS\'s own code: one object is aligned by one client after another', 'each aligns its own copy'),
     ('MOON', 'silent on its settings', 'MOON\'s own code: a random network of its own is the previous model of a client never drawn', 'the model that all begin with'),
     ('seeds', 'three repetitions', 'partition seeded, training not', 'every stream keyed'),
 ]
