@@ -366,7 +366,7 @@ def provenance(
     return dict(profile=all_of('profile'), data=all_of('data'), model=all_of('model'), method=all_of('method'), variant=all_of('variant'),
         stand_in=list(dict.fromkeys(w for r in records for w in stand_ins(r))), seeds=sorted(all_of('seed')), device=all_of('device'), engine=all_of('engine'),
         seconds=sum(r['seconds'] for r in records), version=all_of('version'), code=all_of('code'),
-        older=sum(r.get('older', False) for r in records), runs=sorted(all_of('fingerprint')))
+        older=sum(r.get('older', False) for r in records), set_aside=sum(m=='set_aside' for r in records for *_,m,_ in r['rows']), runs=sorted(all_of('fingerprint')))
 
 # %% ../nbs/01_foundations/40_results.ipynb #a87a7791
 def notes_of(
@@ -380,7 +380,8 @@ def notes_of(
             f'Data: {words("data")}. Model: {words("model")}. Method: {words("method")} ({words("variant")}).',
             'Stand-ins: '+'; '.join(p['stand_in'])+'.' if p['stand_in'] else 'No stand-ins: data, model and scale are the paper\'s.',
             f'Device: {words("device")}; engine: {words("engine")}; {p["seconds"]:.0f} s in total; fedbook {words("version")}, code {words("code")}.',
-            *([f'{p["older"]} of {len(p["runs"])} runs are of older code; their cells have no verdict.'] if p['older'] else [])]
+            *([f'{p["older"]} of {len(p["runs"])} runs are of older code; their cells have no verdict.'] if p['older'] else []),
+            *([f'{p["set_aside"]} times a client was set aside in a round, for it failed, diverged or sent something else than the others.'] if p['set_aside'] else [])]
 
 # %% ../nbs/01_foundations/40_results.ipynb #d85170fb
 def coordinate(

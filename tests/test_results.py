@@ -363,3 +363,8 @@ def test_style_leaves_no_trace():
 def test_import_is_light():
     code = 'import fedbook.results, fedbook.papers, sys; print([m for m in ("pandas","scipy","matplotlib","seaborn") if m in sys.modules])'
     assert subprocess.run([sys.executable, '-c', code], capture_output=True, text=True).stdout.strip()=='[]'
+
+def test_a_table_says_how_often_clients_were_set_aside():
+    r = run(0); r['rows'] = [*r['rows'], [1, 3, 'set_aside', 1.], [2, 3, 'set_aside', 1.]]
+    about = R.comparison([r], CELLS, KEYS)
+    assert about.provenance['set_aside']==2 and '2 times a client was set aside' in about.to_markdown() and 'set aside' not in R.comparison([run(0)], CELLS, KEYS).to_markdown()
