@@ -204,3 +204,16 @@ def test_refusals(bad, word):
 def test_in_table_2_only_emnist_has_other_data(profile):
     p = experiment('003-table2').parameters(profile)
     assert 'data' not in p['stand_in'] and [c for c,how in p['columns'].items() if 'data' in how.get('stand_in', {})]==['EMNIST/CNN']
+
+def test_the_chosen_hyper_parameters_are_those_of_the_sweep():
+    "On the committed rows: the highest validation accuracy at the released code's rate"
+    from pathlib import Path
+    from fedbook.chapters.fedcspack import ALGORITHMS, CHOSEN, comparison_setting
+    from fedbook.results import read, value_of
+    rows = [r for r in read(Path(__file__).parents[1]/'figures'/'003'/'tuning'/'laptop'/'rows.jsonl') if r['cell']['lr']==.05]
+    for name,chosen in CHOSEN.items():
+        mine = [r for r in rows if r['cell']['algorithm']==name]
+        assert len(mine)==4
+        best = max(mine, key=lambda r: value_of(r, 'val_accuracy'))['setting']['method']
+        assert chosen.items() <= best.items() and comparison_setting(name, .3, data='fashion_mnist').method.items() >= chosen.items()
+    assert comparison_setting('FedDBE, own κ', .3, data='fashion_mnist').method['kappa']==50 and ALGORITHMS['MOON, own μ']['mu']==1
