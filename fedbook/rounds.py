@@ -193,7 +193,7 @@ def end_client(
     with draws(fed, c, 'finish'): message,memory = fed.method.finish(w, c)
     travel = dict(buffers=c.buffers) if c.buffers and fed.protocol.buffers=='average' else {} # those that stay local or are dropped are not sent
     down,up = (nbytes({**m, **travel}) if m or travel else 0 for m in (c.message, message)) # who has nothing to say sends nothing
-    return dict(message=message, memory=memory, buffers=c.buffers, loss=losses.double().mean().item(), down=down, up=up)
+    return dict(message=message, memory=memory, buffers=c.buffers, loss=losses.mean().item(), down=down, up=up)
 
 # %% ../nbs/01_foundations/31_rounds.ipynb #94dfcf0f
 def client_round(

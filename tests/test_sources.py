@@ -20,7 +20,7 @@ def codes(checkout, *names):
 NAMES = 'fedavg','fedprox','fedas','fedpac','talos','fedspu','moon'
 
 @pytest.mark.parametrize('file,change,touched', [
-    ('methods/fedas.py', 'def more(): pass', {'fedas','fedpac'}), ('methods/talos.py', 'def more(): pass', {'talos','fedpac','fedspu'}), ('methods/moon.py', 'def more(): pass', {'moon'}),
+    ('methods/fedas.py', 'def more(): pass', {'fedas'}), ('features.py', 'def class_means(*a): pass', {*NAMES}), ('methods/talos.py', 'def more(): pass', {'talos','fedpac','fedspu'}), ('methods/moon.py', 'def more(): pass', {'moon'}),
     ('rounds.py', 'def more(): pass', {*NAMES}), ('partition.py', 'SMALL = 1', {*NAMES}), ('experiments.py', 'def resplit(*a): pass', {*NAMES}),
     ('experiments.py', 'def more(): pass', set()), ('engines.py', 'def more(): pass', set()), ('cli.py', 'def more(): pass', set()),
     ('methods/fedas.py', '# a comment', set())])
