@@ -306,6 +306,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                    'fedbook/methods/fedala.py'),
                                         'fedbook.methods.fedala.FedALA.start': ( '02_methods/fedala.html#fedala.start',
                                                                                  'fedbook/methods/fedala.py'),
+                                        'fedbook.methods.fedala.ahead': ('02_methods/fedala.html#ahead', 'fedbook/methods/fedala.py'),
                                         'fedbook.methods.fedala.learnt': ('02_methods/fedala.html#learnt', 'fedbook/methods/fedala.py'),
                                         'fedbook.methods.fedala.mix': ('02_methods/fedala.html#mix', 'fedbook/methods/fedala.py'),
                                         'fedbook.methods.fedala.one_pass': ('02_methods/fedala.html#one_pass', 'fedbook/methods/fedala.py'),
