@@ -91,13 +91,14 @@ def compare(
 ) -> dict: # Older code's fingerprint to the present one's, for methods whose rows are equal
     "Run what both codes can run, and see where they are equal to the bit"
     names,here = sorted({r['method'] for r in records}),Path(experiments.__file__).parents[1]
+    def alike(a, b): return len({json.dumps(json.loads(t, parse_int=float)) for t in (a, b)})==1 # 0 and 0.0 are the same number
     def both(asked):
         with ThreadPoolExecutor(2) as pool: return list(pool.map(lambda p: answers(p, asked), (checkout, here)))
     old,new = (dict(zip(names, map(json.loads, lines))) for lines in both(names))
     asked,equal = samples(records, {n: code for n,code in old.items() if code!=new[n]}),{}
     pairs = list(zip(*both(asked), asked, strict=True)) if asked else []
     for n in names:
-        mine = [a==b for a,b,s in pairs if s['method']['name']==n]
+        mine = [alike(a, b) for a,b,s in pairs if s['method']['name']==n]
         if old[n]!=new[n] and mine and all(mine): equal[old[n]] = new[n]
         say(f'{n:16} ' + ('the code is the same' if old[n]==new[n] else f'{sum(mine)} of {len(mine)} settings equal' if mine else 'no rows of that code'))
     return equal
