@@ -43,7 +43,7 @@ def said(setting:dict) -> list: # Digests of the partition and of the last state
     "What the code that runs this makes of a setting"
     fed = federation(Setting(**setting))
     state,rows = run(replace(fed, data=cut(fed.data)))
-    return [digest(fed.data.clients), digest(t.cpu().numpy() for t in flatten(state).values()), rows]
+    return [digest(fed.data.clients), digest(t.cpu().numpy() for _,t in sorted(flatten(state).items())), rows]
 
 # %% ../nbs/01_foundations/52_unchanged.ipynb #8988b2fb
 ASK = """import hashlib, json, sys
