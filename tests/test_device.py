@@ -73,12 +73,12 @@ def test_traced_steps_stay_on_their_device(monkeypatch, name):
     "Each step that the engines trace is traced a second time for the other device, where nothing is computed"
     monkeypatch.setattr(engines, 'OFTEN', 0)
     there,finished,compiled,codes = FakeTensorMode(),trace.finished,trace.compiled,[]
-    def twice(step, n, spec, *flat):
+    def twice(step, n, spec, *flat, phase):
         with there: fakes = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=DEVICE) for t in flat]
         with monkeypatch.context() as m:
             m.setattr(trace, 'compiled', lambda gm: codes.append(gm.code))
-            finished(step, n, spec, *fakes)
-        return finished(step, n, spec, *flat)
+            finished(step, n, spec, *fakes, phase=phase)
+        return finished(step, n, spec, *flat, phase=phase)
     monkeypatch.setattr(trace, 'finished', twice)
     with warnings.catch_warnings():
         warnings.simplefilter('error', engines.FellBack)
