@@ -9,6 +9,8 @@ __all__ = ['DIFFERENCES', 'ALGORITHMS', 'CHOSEN', 'NATURAL', 'comparison_setting
 # %% ../../nbs/02_methods/40_chapter_fedcspack.ipynb #8e2f51f7
 from ..errors import choose
 from ..experiments import Setting
+from ..method import method
+from ..rounds import usual
 
 # %% ../../nbs/02_methods/40_chapter_fedcspack.ipynb #5d0b2699
 DIFFERENCES = [ # what, the paper says, the released code does, fedbook does
@@ -74,9 +76,10 @@ def sent(
     return sum(v for r,_,m,v in record['rows'] if m==way and (r==0)==opening)
 
 def per_client(record:dict, way:str) -> float:
-    "The bytes per round and client that is drawn; what goes to clients that are not drawn counts, too"
-    p = record['setting']['protocol']
-    return sent(record, way)/p['rounds']/p['per_round']
+    "The bytes per round and client that is drawn, where 10 of 100 are; what goes to clients that are not drawn counts, too"
+    s = record['setting']; p,n = s['protocol'],s['partition']['n_clients']
+    to_all = way=='bytes_down' and not usual(method(**s['method']), 'receive')
+    return sent(record, way)/p['rounds']/(n/10 if to_all else p['per_round'])
 
 # %% ../../nbs/02_methods/40_chapter_fedcspack.ipynb #adad7820
 def partitions(
