@@ -4,10 +4,10 @@
 
 # %% auto #0
 __all__ = ['OFTEN', 'CACHE', 'SEVERAL', 'NO_GPU', 'ONLY_GPU', 'TEAMS', 'ENGINES', 'BUDGET', 'SHORT', 'LONG', 'CHOICES', 'Group',
-           'timetable', 'parcels', 'steps', 'augmented', 'train', 'in_step', 'even', 'worth_a_trace', 'common',
-           'local_step_of', 'replies_of', 'follow', 'FellBack', 'out_of_memory', 'Traced', 'views', 'give_up', 'halve',
-           'stacked', 'graphs', 'cores', 'Processes', 'team_of', 'disband', 'engine', 'used', 'possible', 'trial',
-           'round_seconds', 'measure', 'local_steps', 'kind', 'choice']
+           'step_groups', 'in_chunks', 'steps', 'augmented', 'train', 'train_stack', 'stackable', 'worth_a_trace',
+           'common', 'local_step_of', 'replies_of', 'follow', 'FellBack', 'out_of_memory', 'Traced', 'views', 'give_up',
+           'halve', 'stacked', 'graphs', 'cores', 'Processes', 'team_of', 'disband', 'engine', 'used', 'possible',
+           'trial', 'round_seconds', 'measure', 'local_steps', 'kind', 'choice']
 
 # %% ../nbs/01_foundations/34_engines.ipynb #dd562e60
 from collections import Counter
@@ -18,10 +18,10 @@ import numpy as np, torch
 from .errors import choose, Refused, require
 from .files import data_dir, fingerprint, writing
 from .memory import grouped, kind as kind_of, recalled
-from .method import Client, cuts, FedAvg, Local, orders
+from .method import Client, batch_bounds, FedAvg, LocalTraining, epoch_orders
 from .models import Net
-from .rounds import AT_ONCE, begin, begin_client, client_views, draws, end_client, FederatedData, Federation, OF_CLIENTS, one_by_one, ready, sample_bytes
-from .tensors import apart, channels_last, clone, flatten, side_by_side, Unlike
+from .rounds import PREPARED_BYTES, begin, begin_client, client_views, draws, end_client, FederatedData, Federation, PER_CLIENT, one_by_one, ready, sample_bytes
+from .tensors import unstack, channels_last, clone, flatten, stack, Unlike
 from .trace import Bound, bring_back, ready_to_trace, recording, Step
 from .workers import Team
 
@@ -35,7 +35,7 @@ class Group:
     phase: object = None # Of the method
 
 # %% ../nbs/01_foundations/34_engines.ipynb #73f42732
-def timetable(
+def step_groups(
     cs:list, # The clients, those with most steps first
     method:FedAvg=FedAvg(), # Whose phases tell which steps are alike
 ) -> list[Group]: # In the order of time
@@ -43,25 +43,25 @@ def timetable(
     groups = {}
     for n,rows in groupby(range(len(cs)), lambda j: len(cs[j].own)):
         rows = list(rows); one = cs[rows[0]]
-        every = np.stack([cs[j].own.cpu().numpy()[orders(cs[j])] for j in rows])
-        for t,(e,a,z,scale) in enumerate(cuts(n, one.local, one.round, bool(one.buffers))):
+        every = np.stack([cs[j].own.cpu().numpy()[epoch_orders(cs[j])] for j in rows])
+        for t,(e,a,z,scale) in enumerate(batch_bounds(n, one.local, one.round, bool(one.buffers))):
             phase = method.phase(e, one.round)
             g = groups.setdefault((t, a-z, scale, repr(phase)), ([], [], phase))
             g[0].extend(rows); g[1].append(every[:,e,a:z])
     return [Group(k[2], rows, np.concatenate(samples), phase) for k,(rows,samples,phase) in sorted(groups.items(), key=lambda g: g[0])]
 
 # %% ../nbs/01_foundations/34_engines.ipynb #ce93049b
-def parcels(
+def in_chunks(
     groups:list[Group], # The steps
     most:int, # Samples
 ): # Yields lists of groups
     "Consecutive steps with at most `most` samples together, and at least one"
-    parcel,n = [],0
+    chunk,n = [],0
     for g in groups:
         size = g.samples.size
-        if parcel and n+size > most: yield parcel; parcel,n = [],0
-        parcel.append(g); n += size
-    if parcel: yield parcel
+        if chunk and n+size > most: yield chunk; chunk,n = [],0
+        chunk.append(g); n += size
+    if chunk: yield chunk
 
 # %% ../nbs/01_foundations/34_engines.ipynb #60ac313c
 def steps(
@@ -70,12 +70,12 @@ def steps(
     streams:list, # Per client, the stream its training draws from
 ): # Yields (rows, x [rows, b, …], y [rows, b, …], scale, phase)
     "The batches of all steps, ready for the network"
-    for parcel in parcels(groups, AT_ONCE//sample_bytes(d)):
-        every = torch.from_numpy(np.concatenate([g.samples.ravel() for g in parcel])).to(d.x.device)
+    for chunk in in_chunks(groups, PREPARED_BYTES//sample_bytes(d)):
+        every = torch.from_numpy(np.concatenate([g.samples.ravel() for g in chunk])).to(d.x.device)
         x,y = d.x.index_select(0, every),d.y.index_select(0, every)
         if not d.augment: x = channels_last(d.prepare(x))
-        sizes = [g.samples.size for g in parcel]
-        for g,xs,ys in zip(parcel, x.split(sizes), y.split(sizes)):
+        sizes = [g.samples.size for g in chunk]
+        for g,xs,ys in zip(chunk, x.split(sizes), y.split(sizes)):
             if d.augment: xs = channels_last(d.prepare(torch.cat([augmented(d, b, streams[j]) for j,b in zip(g.rows, xs.split(g.samples.shape[1]))])))
             yield g.rows, xs.view(*g.samples.shape, *xs.shape[1:]), ys.view(*g.samples.shape, *ys.shape[1:]), g.scale, g.phase
 
@@ -90,29 +90,29 @@ def train(
 ) -> list: # Their replies
     "Local training of many clients; those of one kind are stacked and go step by step together"
     ws = [begin_client(f, c) for f,c in pairs]
-    try: return in_step(pairs, ws, record)
+    try: return train_stack(pairs, ws, record)
     except Unlike: pass
     replies = {}
-    for _,some in grouped((tuple(map(kind_of, (w, even(c.message, f.method.ragged), c.memory, c.buffers))), j) for j,(w,(f,c)) in enumerate(zip(ws, pairs))):
-        replies.update(zip(some, in_step([pairs[j] for j in some], [ws[j] for j in some], record)))
+    for _,some in grouped((tuple(map(kind_of, (w, stackable(c.message, f.method.ragged), c.memory, c.buffers))), j) for j,(w,(f,c)) in enumerate(zip(ws, pairs))):
+        replies.update(zip(some, train_stack([pairs[j] for j in some], [ws[j] for j in some], record)))
     return [replies[j] for j in range(len(pairs))]
 
 # %% ../nbs/01_foundations/34_engines.ipynb #5f2c91aa
-def in_step(pairs, ws, record):
+def train_stack(pairs, ws, record):
     "Local training of clients of one kind, from their weights `ws` on"
     order = sorted(range(len(pairs)), key=lambda j: -len(pairs[j][1].own))
     pairs,ws = [pairs[j] for j in order],[ws[j] for j in order]
     (fed,_),cs = pairs[0],[c for _,c in pairs]
-    groups = timetable(cs, fed.method)
-    carry = tuple(clone(side_by_side(trees)) for trees in (ws, [f.method.init(w, c) for w,(f,c) in zip(ws, pairs)], [c.buffers for c in cs]))
-    given = side_by_side([even(c.message, fed.method.ragged) for c in cs]),side_by_side([c.memory for c in cs])
+    groups = step_groups(cs, fed.method)
+    carry = tuple(clone(stack(trees)) for trees in (ws, [f.method.init(w, c) for w,(f,c) in zip(ws, pairs)], [c.buffers for c in cs]))
+    given = stack([stackable(c.message, fed.method.ragged) for c in cs]),stack([c.memory for c in cs])
     streams = [draws(f, c, 'train') for f,c in pairs]
     losses = follow(fed, Bound(local_step_of(fed.method, fed.local, fed.net), carry, given, streams, worth_a_trace(fed, groups), record), groups, streams)
     replies = replies_of(pairs, carry, losses)
     return [replies[order.index(j)] for j in range(len(cs))]
 
 # %% ../nbs/01_foundations/34_engines.ipynb #da55852b
-def even(message:dict, ragged:tuple) -> dict: return {k: v for k,v in message.items() if k not in ragged} # what can lie side by side
+def stackable(message:dict, ragged:tuple) -> dict: return {k: v for k,v in message.items() if k not in ragged} # what can lie side by side
 
 # %% ../nbs/01_foundations/34_engines.ipynb #5b59180f
 OFTEN = 50 # Steps of a client
@@ -129,12 +129,12 @@ def common(fed:Federation) -> Counter: # Size of batch to steps
     if 'common' not in vars(fed):
         share,steps = fed.protocol.rounds*fed.protocol.per_round/len(fed.data.clients),Counter()
         for n,clients in Counter(map(len, fed.data.clients)).items():
-            for _,a,z,_ in cuts(n, fed.local, 0, bool(fed.net.buffers())): steps[z-a] += clients*share
+            for _,a,z,_ in batch_bounds(n, fed.local, 0, bool(fed.net.buffers())): steps[z-a] += clients*share
         fed.common = steps
     return fed.common
 
 # %% ../nbs/01_foundations/34_engines.ipynb #0a79658a
-def local_step_of(method:FedAvg, local:Local, net:Net) -> Step:
+def local_step_of(method:FedAvg, local:LocalTraining, net:Net) -> Step:
     "The step of a network's runs, kept as long as the network lives"
     steps = vars(net).setdefault('steps', {})
     if (method, local) not in steps: steps[method,local] = Step(method, local, net)
@@ -143,7 +143,7 @@ def local_step_of(method:FedAvg, local:Local, net:Net) -> Step:
 # %% ../nbs/01_foundations/34_engines.ipynb #d19f9cd3
 def replies_of(pairs, carry, losses):
     "What remains of a round for each stacked client"
-    w,s,buffers = (apart(tree, len(pairs)) for tree in carry)
+    w,s,buffers = (unstack(tree, len(pairs)) for tree in carry)
     for (_,c),b in zip(pairs, buffers): c.buffers = b
     return [end_client(fed, c, *last) for (fed,c),*last in zip(pairs, w, s, losses)]
 
@@ -229,7 +229,7 @@ class Processes:
     def __call__(self, fed:Federation, state:dict, ids:list, r:int) -> list: # Replies in the order of `ids`
         require(fed.data.x.device.type=='cpu', NO_GPU)
         names = [str(i) for i in ids]
-        own = {k: {c: kept for c,kept in zip(names, recalled(state[k], names)) if kept is not None} for k in OF_CLIENTS}
+        own = {k: {c: kept for c,kept in zip(names, recalled(state[k], names)) if kept is not None} for k in PER_CLIENT}
         longest = sorted(ids, key=lambda i: -len(fed.data.clients[i]))
         team = team_of(fed, self.workers or cores(), self.engine)
         replies = dict(zip(longest, team.map((dict(state, **own), r), longest)))
@@ -319,7 +319,7 @@ def measure(
     "Try engines on a few steps"
     fed,start = ready(fed),time.perf_counter()
     one = trial(fed, 1)
-    step = round_seconds(one_by_one, one)/len(cuts(len(one.data.clients[0]), one.local, 0, bool(one.net.buffers())))
+    step = round_seconds(one_by_one, one)/len(batch_bounds(len(one.data.clients[0]), one.local, 0, bool(one.net.buffers())))
     if step > LONG or step*local_steps(fed) < SHORT: return dict(one_by_one=step)
     small,times = trial(fed),dict(one_by_one=step)
     steps = local_steps(small)/small.protocol.rounds

@@ -4,9 +4,10 @@
 
 # %% auto #0
 __all__ = ['BESIDE', 'UNCHANGED', 'Setting', 'local', 'protocol', 'device', 'dataset', 'images', 'classifier', 'preparation',
-           'normaliser', 'frozen_features', 'network', 'split', 'resplit', 'federation', 'code_fingerprint', 'own',
-           'own_model', 'weights', 'as_good', 'Case', 'run_case', 'checkpoint', 'record', 'device_name', 'outlook',
-           'timed', 'run_cases', 'as_they_are', 'newest', 'together', 'forget', 'progress']
+           'normaliser', 'frozen_features', 'network', 'split', 'resplit', 'federation', 'code_fingerprint',
+           'user_code', 'is_user_model', 'weights', 'equivalent_codes', 'Case', 'run_case', 'checkpoint', 'record',
+           'device_name', 'expected_costs', 'timed', 'run_cases', 'without_running', 'newest', 'together',
+           'delete_checkpoint', 'progress']
 
 # %% ../nbs/01_foundations/50_experiments.ipynb #63b38e0c
 from dataclasses import dataclass, field
@@ -20,11 +21,11 @@ from . import data as datasets, partition as partitions
 from .engines import choice, cores, engine as named_engine, local_steps, used
 from .features import cached_features, head_net
 from .files import fingerprint, locked, writing
-from .method import combined, Local, method
+from .method import combined, LocalTraining, method
 from .models import BUILT_IN, Net, build, MODELS, weights_fingerprint
 from .optim import OPTIMISERS, SCHEDULES
 from .results import append, plain, read
-from .rounds import abreast, begin, course, evaluate, FederatedData, Federation, Protocol, ready, shared, validate
+from .rounds import run_in_lockstep, begin, rounds_of, evaluate, FederatedData, Federation, Protocol, ready, shared, validate
 from .settings import check_names, Checked, make, setting
 from .sources import Sources
 from .streams import stream
@@ -39,7 +40,7 @@ class Setting(Checked):
     frozen: bool = False # Train the head alone, on cached features?
     partition: dict = field(default_factory=lambda: dict(name='iid', n_clients=10)) # `name` and settings of a scheme
     method: dict = field(default_factory=lambda: dict(name='fedavg')) # `name` and hyper-parameters
-    local: dict = field(default_factory=dict) # Settings of `Local`; `optimiser` and `schedule` are dicts with a name
+    local: dict = field(default_factory=dict) # Settings of `LocalTraining`; `optimiser` and `schedule` are dicts with a name
     protocol: dict = field(default_factory=dict) # Settings of `Protocol`
     validation: float = setting(.1, 'share of the training data kept as validation part', low=0, high=.9)
     personal: bool = False # Score each client's model on test images in its class shares, too?
@@ -58,11 +59,11 @@ class Setting(Checked):
 def local(
     optimiser:dict=dict(name='sgd'), # An optimiser's name and settings
     schedule:dict=dict(name='constant'), # A schedule's name and settings
-    **settings, # The other fields of `Local`
-) -> Local: # How clients train
-    "`Local` from plain settings"
-    check_names('local training', settings, list(Local.__dataclass_fields__))
-    return Local(optimiser=make(OPTIMISERS, 'optimiser', **optimiser), schedule=make(SCHEDULES, 'schedule', **schedule), **settings)
+    **settings, # The other fields of `LocalTraining`
+) -> LocalTraining: # How clients train
+    "`LocalTraining` from plain settings"
+    check_names('local training', settings, list(LocalTraining.__dataclass_fields__))
+    return LocalTraining(optimiser=make(OPTIMISERS, 'optimiser', **optimiser), schedule=make(SCHEDULES, 'schedule', **schedule), **settings)
 
 # %% ../nbs/01_foundations/50_experiments.ipynb #0fef6355
 def protocol(
@@ -165,25 +166,25 @@ BESIDE = ('fedbook', *(f'fedbook.{m}' for m in ('sources','trace','workers','eng
 
 def code_fingerprint(
     name:str, # A method's name
-    *own, # The reader's own functions and classes that a setting names
+    *user_code, # The reader's own functions and classes that a setting names
 ) -> str: # 16 hexadecimal digits
     "A hash of the code that a method's numbers depend on, without its comments and docstrings; raises `Refused` where it cannot be had"
-    named = [*map(combined, name.split('+')), *own]
+    named = [*map(combined, name.split('+')), *user_code]
     tops = {getattr(o, '__module__', '').partition('.')[0] for o in named}
     used = Sources((*BESIDE, Setting, OPTIMISERS, SCHEDULES), ('__main__', federation.__module__), ours=frozenset({'fedbook', *tops}))
     for o in (federation, *named): used.add(o, getattr(o, '__name__', 'it'))
     return fingerprint(name, used.found)
 
 # %% ../nbs/01_foundations/50_experiments.ipynb #8f497aee
-def own(
+def user_code(
     s:Setting, # An experiment
 ) -> list: # Functions and classes
     "What a setting names that is not part of the package"
     registries = [(partitions.SCHEMES, s.partition), (OPTIMISERS, s.local.get('optimiser', {})), (SCHEDULES, s.local.get('schedule', {}))]
     named = [r[given['name']] for r,given in registries if given.get('name') in r]
-    return [o for o in named if not o.__module__.startswith('fedbook.')] + ([MODELS[s.model['name']]] if own_model(s.model) else [])
+    return [o for o in named if not o.__module__.startswith('fedbook.')] + ([MODELS[s.model['name']]] if is_user_model(s.model) else [])
 
-def own_model(model:dict) -> bool: # Is the model not, or no longer, one of the package?
+def is_user_model(model:dict) -> bool: # Is the model not, or no longer, one of the package?
     return model['name'] in MODELS and MODELS[model['name']] is not BUILT_IN.get(model['name'])
 
 # %% ../nbs/01_foundations/50_experiments.ipynb #c19b2687
@@ -194,14 +195,14 @@ def weights(
 ) -> list[str]: # One hash, or none
     "What weights that come from elsewhere are recognised by"
     m = json.loads(model)
-    if not (m.get('pretrained') or own_model(m)): return []
+    if not (m.get('pretrained') or is_user_model(m)): return []
     whole = classifier(data, model, 0, 'cpu')
-    return [weights_fingerprint(whole if own_model(m) else whole.body)]
+    return [weights_fingerprint(whole if is_user_model(m) else whole.body)]
 
 # %% ../nbs/01_foundations/50_experiments.ipynb #332d14b7
 UNCHANGED = Path(fedbook.__file__).parent/'assets'/'unchanged.json' # Older code's fingerprint to that of the code that computes the same
 
-def as_good(
+def equivalent_codes(
     code:str, # A fingerprint
     noted:dict=None, # `None`: what `UNCHANGED` holds
 ) -> list[str]: # This fingerprint first
@@ -220,7 +221,7 @@ class Case:
 
     def code(self) -> str: # 16 hexadecimal digits
         "The present code's fingerprint"
-        return code_fingerprint(self.setting.method['name'], *own(self.setting))
+        return code_fingerprint(self.setting.method['name'], *user_code(self.setting))
 
     def fingerprint(self, seed:int, code:str=None) -> str: # 16 hexadecimal digits
         "What a run of some code is recognised by, of the present code for `None`"
@@ -230,7 +231,7 @@ class Case:
 
     def fingerprints(self, seed:int) -> list[str]: # The present code's first
         "What finished runs that are as good as new are recognised by"
-        return [self.fingerprint(seed, code) for code in as_good(self.code())]
+        return [self.fingerprint(seed, code) for code in equivalent_codes(self.code())]
 
 # %% ../nbs/01_foundations/50_experiments.ipynb #fe18529e
 def run_case(
@@ -244,8 +245,8 @@ def run_case(
     "Run one cell"
     start,feds = time.time(),[federation(case.setting, s, device) for s in seeds]
     go = named_engine(choice(ready(feds[0]))[0] if engine=='auto' else engine, device)
-    courses = [course(f, folder and checkpoint(case, s, folder)) for f,s in zip(feds, seeds)]
-    ends = abreast(courses, getattr(go, 'together', lambda asked: [go(*a) for a in asked]))
+    runs = [rounds_of(f, folder and checkpoint(case, s, folder)) for f,s in zip(feds, seeds)]
+    ends = run_in_lockstep(runs, getattr(go, 'together', lambda asked: [go(*a) for a in asked]))
     about.update(seconds=round((time.time()-start)/len(seeds), 3), device=device_name(device), engine=used(go))
     return [record(case, s, rows, **about) for s,(_,rows) in zip(seeds, ends)]
 
@@ -269,7 +270,7 @@ def device_name(
     return f'{cores()} CPU core{"s"*(cores()>1)} ({platform.machine()})'
 
 # %% ../nbs/01_foundations/50_experiments.ipynb #7372804a
-def outlook(
+def expected_costs(
     todo:list, # Pairs of a case and a seed
     device:str='cpu', # Where to compute
 ) -> list: # For each, the name of its engine, and seconds
@@ -311,23 +312,23 @@ def run_cases(
         known = {r['fingerprint']: r for r in rows}
         wanted = {c.fingerprint(s): (c, s) for s in seeds for c in cases}
         done = {k: known[f] for k,(c,s) in wanted.items() for f in reversed(c.fingerprints(s)) if f in known}
-        if not rerun or os.environ.get('FEDBOOK_RERUN')=='0': return as_they_are(rows, wanted, done, folder, about)
+        if not rerun or os.environ.get('FEDBOOK_RERUN')=='0': return without_running(rows, wanted, done, folder, about)
         todo = [v for k,v in wanted.items() if k not in done]
-        start,plans = time.time(),outlook(todo, device)
+        start,plans = time.time(),expected_costs(todo, device)
         expected = sum(seconds for _,seconds in plans)
-        def tell(n, left): progress(folder, n, len(todo), len(wanted), left, expected)
-        tell(0, expected)
+        def report(n, left): progress(folder, n, len(todo), len(wanted), left, expected)
+        report(0, expected)
         with tqdm(total=len(todo), desc=f'about {expected:.0f} s', disable=None) as bar:
             for case,some in together(todo, [name if engine=='auto' else engine for name,_ in plans], device):
                 for r in run_case(case, some, device, folder, engine, **about): append(path, r); done[r['fingerprint']] = r
-                for seed in some: forget(checkpoint(case, seed, folder))
+                for seed in some: delete_checkpoint(checkpoint(case, seed, folder))
                 bar.update(len(some))
                 left = sum(k not in done for k in wanted)
-                tell(len(todo)-left, (time.time()-start)/(len(todo)-left)*left)
+                report(len(todo)-left, (time.time()-start)/(len(todo)-left)*left)
     return [{**done[k], **about} for k in wanted]
 
 # %% ../nbs/01_foundations/50_experiments.ipynb #8faf5501
-def as_they_are(
+def without_running(
     rows:list[dict], # All records there are
     wanted:dict, # Fingerprint to a case and a seed
     done:dict, # Fingerprint to the record of present code
@@ -359,7 +360,7 @@ def together(
         groups.setdefault(key, (case, []))[1].append(seed)
     return list(groups.values())
 
-def forget(checkpoint:Path):
+def delete_checkpoint(checkpoint:Path):
     "Delete what a finished run has left beside its records"
     checkpoint.unlink(missing_ok=True)
     shutil.rmtree(checkpoint.with_suffix('.memory'), ignore_errors=True)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from .errors import require
 from .files import fingerprint, permitted
-from .tensors import apart, as_one, flatten, leaves, side_by_side
+from .tensors import unstack, stack_tensors, flatten, leaves, stack
 
 # %% ../nbs/01_foundations/06_memory.ipynb #4f79641b
 IN_RAM = 2**26 # Bytes of all rows together that are not mapped from files
@@ -77,13 +77,13 @@ class Stack:
         "Copy trees into free rows"
         rows = [Row(self, self.free.pop()) for _ in trees]
         at = places(rows)
-        leaves(lambda t,*new: t.index_copy_(0, at.to(t.device), laid(as_one(new).detach().to(t.device))), self.tensors, *trees)
+        leaves(lambda t,*new: t.index_copy_(0, at.to(t.device), laid(stack_tensors(new).detach().to(t.device))), self.tensors, *trees)
         return rows
 
     def pick(self, rows:list[Row]) -> list[dict]: # Views of one new tensor per name
         "Copies of the trees in some rows"
         at = places(rows)
-        return apart(leaves(lambda t,like: seen(t.index_select(0, at.to(t.device)).to(like.device), like), self.tensors, self.like), len(rows))
+        return unstack(leaves(lambda t,like: seen(t.index_select(0, at.to(t.device)).to(like.device), like), self.tensors, self.like), len(rows))
 
 # %% ../nbs/01_foundations/06_memory.ipynb #8b128063
 def kernels(t:Tensor) -> bool: return t.dim()==5 and t.shape[2] > 1 # of clients, [n, a, c, h, w]; of one channel there is but one order
@@ -153,11 +153,11 @@ def make_room(
 # %% ../nbs/01_foundations/06_memory.ipynb #779dd177
 def written(memory:Memory) -> dict: # For `fedbook.tensors.save`
     "A memory as a tree"
-    def part(stack, clients):
+    def part(alike, clients):
         rows = [memory.rows[c] for c in clients]
-        return dict(clients=torch.tensor([int(c) for c in clients]), rows=places(rows), in_files=torch.tensor(stack.in_files),
-            kept=stack.like if stack.in_files else side_by_side(stack.pick(rows)))
-    return {stack.name: part(stack, clients) for stack,clients in grouped((row.stack, c) for c,row in memory.rows.items())}
+        return dict(clients=torch.tensor([int(c) for c in clients]), rows=places(rows), in_files=torch.tensor(alike.in_files),
+            kept=alike.like if alike.in_files else stack(alike.pick(rows)))
+    return {alike.name: part(alike, clients) for alike,clients in grouped((row.stack, c) for c,row in memory.rows.items())}
 
 # %% ../nbs/01_foundations/06_memory.ipynb #bd63a3cf
 def read_back(
@@ -171,7 +171,7 @@ def read_back(
         like = leaves(lambda t: t.new_empty(t.shape[1:]), kept)
         memory.stacks[kind(like)] = stack = Stack(like, name, folder)
         if part['in_files']: rows = located(stack, part['rows'].tolist())
-        else: make_room(memory.stacks, kind(like), len(clients)); rows = stack.put(apart(kept, len(clients)))
+        else: make_room(memory.stacks, kind(like), len(clients)); rows = stack.put(unstack(kept, len(clients)))
         memory.rows.update(zip(clients, rows))
     return memory
 

@@ -508,7 +508,7 @@ def by_group(
     labels=None, # One class number per sample, for the table only; `None` is one class
     seed:int=0, # Breaks ties between groups of one size
 ) -> Partition: # Disjoint and complete
-    "One client per group, or groups merged into `n_clients` of nearly equal size"
+    "One client per group, or groups joined into `n_clients` of nearly equal size"
     number, seed = group_numbers(groups), whole('seed', seed)
     labels, sizes = class_labels(np.zeros(len(number), int) if labels is None else labels), np.bincount(number)
     require(len(labels) == len(number), f'There must be one label and one group per sample, not {len(labels)} labels and {len(number)} groups.')

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.func import vmap
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_flatten, tree_unflatten
-from .method import Client, FedAvg, Local
+from .method import Client, FedAvg, LocalTraining
 from .models import Net
 from .rounds import local_step
 
@@ -39,7 +39,7 @@ class Shared(Client):
 # %% ../nbs/01_foundations/32_trace.ipynb #28ee35f7
 def flat_step(
     method:FedAvg, # What is computed
-    local:Local, # How clients train
+    local:LocalTraining, # How clients train
     net:Net, # With which network
     spec, # How flat tensors make the trees ((w, s, buffers), (message, memory))
     phase=None, # Of the method
@@ -233,7 +233,7 @@ def compiled(
 # %% ../nbs/01_foundations/32_trace.ipynb #aa3bb850
 class Step:
     "The local step of a run, and its lists: one for every number of clients and size of batch that is worth one"
-    def __init__(self, method:FedAvg, local:Local, net:Net):
+    def __init__(self, method:FedAvg, local:LocalTraining, net:Net):
         self.parts,self.kinds,self.lists,self.places,self.recordings = (method, local, net),{},{},{},{}
 
 # %% ../nbs/01_foundations/32_trace.ipynb #bca432b5

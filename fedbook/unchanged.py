@@ -79,7 +79,7 @@ def samples(
     codes:dict, # Method to the older code's fingerprint
 ) -> list[dict]: # Settings
     "Every kind of setting among the rows of the older code, or of code noted as good, once, cut down; partitions count as one kind by their name"
-    mine = [r['setting'] for r in records if r['method'] in codes and r['code'] in experiments.as_good(codes[r['method']])]
+    mine = [r['setting'] for r in records if r['method'] in codes and r['code'] in experiments.equivalent_codes(codes[r['method']])]
     kinds = {json.dumps({**shortened(s), 'partition': s['partition']['name']}, sort_keys=True): shortened(s) for s in mine}
     return list(kinds.values())
 

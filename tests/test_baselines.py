@@ -5,7 +5,7 @@ import warnings
 import numpy as np, pytest, torch, torch.nn.functional as F
 from fedbook.errors import Refused
 from fedbook.features import class_means
-from fedbook.method import FedAvg, Local, method, plan
+from fedbook.method import FedAvg, LocalTraining, method, batch_indices
 from fedbook.methods.fedala import FedALA
 from fedbook.methods.fedas import FedAS, misalignment
 from fedbook.methods.feddbe import FedDBE
@@ -54,7 +54,7 @@ def test_accumulation_with_a_proximal_term_weighs_each_gradient(momentum, mu):
 @pytest.mark.parametrize('name', ['fednova+fedprox','fedprox+fednova','fednova+moon'])
 def test_fednova_asks_for_the_proximal_term_of_the_method_it_is_combined_with(name):
     "‖a‖₁ on the way to the server; MOON's μ is no such term"
-    local,m = Local(1, 4, SGD(.1)),method(name, mu=3.)
+    local,m = LocalTraining(1, 4, SGD(.1)),method(name, mu=3.)
     fed = whole(m, rounds=1, per_round=4, local=local)
     a = [r['message']['a'].item() for r in one_by_one(fed, begin(fed), [0,1,2,3], 0)]
     q = .7 if 'prox' in name else 1.
@@ -68,7 +68,7 @@ def test_fednova_with_a_proximal_term_reaches_what_one_client_would_on_linear_lo
     norms = [accumulation(SGD(lr), [1.]*n, mu) for n in steps]
     for n,a in zip(steps, norms): assert change(n)/a==pytest.approx(-lr)
     zero = dict(w=torch.zeros((), dtype=torch.float64))
-    state = m.merge(m.server(zero), [dict(w=dict(w=torch.tensor(change(n), dtype=torch.float64)), a=torch.tensor(a, dtype=torch.float64)) for n,a in zip(steps, norms)], [1,1,1])
+    state = m.aggregate(m.server(zero), [dict(w=dict(w=torch.tensor(change(n), dtype=torch.float64)), a=torch.tensor(a, dtype=torch.float64)) for n,a in zip(steps, norms)], [1,1,1])
     assert state['w']['w'].item()==pytest.approx(-lr*sum(norms)/3)
 
 def test_fednova_with_equal_steps_is_fedavg():
@@ -78,7 +78,7 @@ def test_fednova_with_equal_steps_is_fedavg():
 
 def test_fednova_divides_by_the_steps():
     "Unequal clients, one round: w + τ_eff Σ p_i (w_i − w)/n_i, from FedAvg's own replies"
-    local = Local(1, 4, SGD(.1))
+    local = LocalTraining(1, 4, SGD(.1))
     fed = whole(FedNova(), rounds=1, per_round=4, local=local)
     w0 = begin(fed)['server']['w']
     replies = one_by_one(replace(fed, method=FedAvg()), begin(fed), [0,1,2,3], 0)
@@ -96,7 +96,7 @@ def test_the_contrast_is_the_printed_formula():
 
 def first_step(m, steps=1):
     "The client's model after some steps of SGD on all its samples, and what went in"
-    fed = whole(m, sizes=(20,), per_round=1, rounds=1, local=Local(steps, 100, SGD(.1)))
+    fed = whole(m, sizes=(20,), per_round=1, rounds=1, local=LocalTraining(steps, 100, SGD(.1)))
     state = begin(fed)
     return fed,one_by_one(fed, state, [0], 0)[0]['message']['w'],client_view(fed, state, 0, 0)
 
@@ -120,7 +120,7 @@ def test_moon_s_projection_trains_on_a_frozen_body():
 def test_moon_refuses_what_has_no_place_for_a_projection(module):
     with pytest.raises(Refused, match='MOON puts a projection between body and head; it needs a Classifier whose head has a linear layer'): federation(MOON(), module=module)
 
-@pytest.mark.parametrize('local', [Local(2, 4, SGD(.1, .9, 1e-3)), Local(1, 4, SGD(.1), label_smoothing=.1, precision='bf16')])
+@pytest.mark.parametrize('local', [LocalTraining(2, 4, SGD(.1, .9, 1e-3)), LocalTraining(1, 4, SGD(.1), label_smoothing=.1, precision='bf16')])
 def test_moon_without_its_term_is_fedavg_to_the_bit_with_draws_and_buffers(local):
     "One pass: dropout is drawn once, and BatchNorm's statistics move once"
     with warnings.catch_warnings():
@@ -141,7 +141,7 @@ def contrasted(net, w, buffers, previous, previous_buffers, x, y, mu, lr):
     return {k: p.detach()-lr*p.grad for k,p in own.named_parameters()},dict(own.named_buffers())
 
 def test_moon_compares_with_both_models_in_evaluation_mode_by_their_own_statistics():
-    local = Local(1, 100, SGD(.1))
+    local = LocalTraining(1, 100, SGD(.1))
     fed = federation(MOON(mu=2.), module=mlp(bn=True, blocks=True), rounds=1, per_round=4, local=local)
     state,first = run(fed)[0],one_by_one(fed, begin(fed), [1], 0)[0]
     c = client_view(fed, state, 1, 1)
@@ -154,7 +154,7 @@ def test_moon_compares_with_both_models_in_evaluation_mode_by_their_own_statisti
 
 def test_moon_s_contrast_begins_when_models_differ():
     "Nothing in the run's first round; who comes later is compared with the model that all began with"
-    local = Local(1, 100, SGD(.1))
+    local = LocalTraining(1, 100, SGD(.1))
     fed = federation(MOON(mu=2.), module=mlp(bn=True, blocks=True), rounds=1, per_round=3, local=local)
     plain,state = replace(fed, method=FedAvg()),begin(fed)
     close(*(one_by_one(f, begin(f), [0], 0)[0]['message']['w'] for f in (fed, plain)), rtol=1e-5, atol=1e-7)
@@ -246,9 +246,9 @@ def test_fedspu_means_all_who_sent_a_weight_whatever_their_order():
     m,w = FedSPU(),{'a.weight': torch.zeros(2, 1), 'head.weight': torch.zeros(1, 2)}
     def sent(v, *on): return cut({k: torch.full_like(t, v) for k,t in w.items()}, {'a.weight': torch.tensor([j in on for j in range(2)])})
     for part in ([0, 1], [1, 0]):
-        got = m.merge(m.server(w), [(sent(1., 0, 1), sent(3., 0))[j] for j in part], [(3, 1)[j] for j in part])
+        got = m.aggregate(m.server(w), [(sent(1., 0, 1), sent(3., 0))[j] for j in part], [(3, 1)[j] for j in part])
         assert got['w']['a.weight'].tolist()==[[1.5],[1.]] and got['w']['head.weight'].tolist()==[[1.5, 1.]]
-    assert m.merge(state := m.server(w), [sent(3., 0)], [1])['w']['a.weight'].tolist()==[[3.],[0.]] and state['w']['a.weight'].tolist()==[[0.],[0.]]
+    assert m.aggregate(state := m.server(w), [sent(3., 0)], [1])['w']['a.weight'].tolist()==[[3.],[0.]] and state['w']['a.weight'].tolist()==[[0.],[0.]]
 
 def test_fedspu_does_not_merge_neurons_that_the_network_has_not():
     m,w = FedSPU(),{'a.weight': torch.zeros(2, 1), 'head.weight': torch.zeros(1, 2)}
@@ -269,7 +269,7 @@ def test_refusals(bad, word):
     with pytest.raises(Refused, match=word): bad()
 
 def test_fedala_mixes_only_the_head_and_learns_to_help():
-    fed = whole(FedALA(eta=1.), rounds=1, per_round=4, local=Local(3, 4, SGD(.2)))
+    fed = whole(FedALA(eta=1.), rounds=1, per_round=4, local=LocalTraining(3, 4, SGD(.2)))
     state = run(fed)[0]
     c = client_view(fed, state, 1, 1)
     w = begin_client(fed, c)
@@ -313,7 +313,7 @@ def test_fedala_learns_on_two_samples_with_batchnorm():
 
 def test_feddbe_s_opening_gives_a_consensus_and_throws_weights_away():
     "Plain training of all clients; r is the mean feature of the last batch, before its step"
-    fed = whole(FedDBE(kappa=9.), rounds=1, per_round=2, local=Local(1, 100, SGD(.1, .9, .01)))
+    fed = whole(FedDBE(kappa=9.), rounds=1, per_round=2, local=LocalTraining(1, 100, SGD(.1, .9, .01)))
     first = begin(fed); after,rows = one_round(fed, first, -1)
     assert same(after['server']['w'], first['server']['w']) and all(m['mean'].abs().sum()==0 for m in after['memory'].values())
     means = [client_view(fed, first, i, -1) for i in range(4)]
@@ -325,17 +325,17 @@ def test_feddbe_s_opening_gives_a_consensus_and_throws_weights_away():
 
 @pytest.mark.parametrize('mu', [1., .3])
 def test_feddbe_s_running_mean_is_of_batches_and_no_optimiser_touches_it(mu):
-    fed = whole(FedDBE(mu=mu), sizes=(20,), per_round=1, local=Local(2, 6, SGD(.1, .9, .1)))
+    fed = whole(FedDBE(mu=mu), sizes=(20,), per_round=1, local=LocalTraining(2, 6, SGD(.1, .9, .1)))
     state = begin(fed); r = one_by_one(fed, state, [0], -1)[0]['message']['consensus']
     c,want = client_view(fed, state, 0, -1),torch.zeros(8)
     w,s = c.message['w'],fed.local.optimiser.init(c.message['w'])
-    for i,_ in plan(c):
+    for i,_ in batch_indices(c):
         want = (1-mu)*want + mu*c.net.features(w, {}, c.x[i]).mean(0)
         w,s = fed.local.optimiser.update(w, gradient(lambda w: F.cross_entropy(c.net.logits(w, {}, c.x[i]), c.y[i]), w)[0], s)
     torch.testing.assert_close(r, want)
 
 def test_feddbe_pulls_features_to_the_consensus():
-    fed = whole(FedDBE(kappa=7.), sizes=(20,), per_round=1, rounds=1, local=Local(1, 100, SGD(.1)))
+    fed = whole(FedDBE(kappa=7.), sizes=(20,), per_round=1, rounds=1, local=LocalTraining(1, 100, SGD(.1)))
     state = begin(fed); state['server']['consensus'] = torch.linspace(-1, 1, 8)
     a = one_by_one(fed, state, [0], 0)[0]['message']['w']; _,b,c = first_step(FedAvg())
     g,_ = gradient(lambda w: ((c.net.features(w, {}, c.x).mean(0)-state['server']['consensus'])**2).mean()/2, c.message['w'])
@@ -351,7 +351,7 @@ def test_feddbe_personal_model_is_the_shifted_one_and_the_mean_is_never_sent():
     assert set(r['message'])=={'w'} and set(r['message']['w'])==set(state['server']['w']) and state['memory']['2']['mean'].abs().sum() > 0
 
 def test_fedas_aligns_the_body_keeps_the_head_and_scores_its_own_model():
-    fed = whole(FedAS(lr=.1), rounds=2, per_round=3, local=Local(2, 4, SGD(.3)))
+    fed = whole(FedAS(lr=.1), rounds=2, per_round=3, local=LocalTraining(2, 4, SGD(.3)))
     state = run(fed)[0]
     c = client_view(fed, state, 1, 2); own,x = c.memory['own'],c.x
     w = begin_client(fed, c)
@@ -374,7 +374,7 @@ def test_fedas_aligns_over_whole_batches_in_stored_order_class_by_class():
 
 @pytest.mark.parametrize('size', [100, 8])
 def test_fedas_weighs_by_the_squared_gradients_of_its_whole_batches(size):
-    fed = whole(FedAS(), sizes=(20,), per_round=1, rounds=1, local=Local(1, size, SGD(.1)))
+    fed = whole(FedAS(), sizes=(20,), per_round=1, rounds=1, local=LocalTraining(1, size, SGD(.1)))
     m = one_by_one(fed, begin(fed), [0], 0)[0]['message']; c = client_view(fed, begin(fed), 0, 0)
     def squares(i): return sum(v.square().sum() for v in gradient(lambda w: F.cross_entropy(c.net.logits(w, {}, c.x[i]), c.y[i]), m['w'])[0].values())
     torch.testing.assert_close(m['trace'], sum(squares(i) for i in ([slice(20)] if size==100 else [slice(8), slice(8, 16)])))
@@ -399,7 +399,7 @@ def test_clients_that_are_alike_share_heads_by_their_samples():
     assert abs(head_weights(0, [.1, .2], [h, h])[0]-2/3) < 1e-4 and head_weights(1, [1., 1.], [h, 1e3*h]).tolist()==[0, 1]
 
 def test_fedpac_trains_the_head_first_and_then_only_the_body():
-    fed = whole(FedPAC(), rounds=1, per_round=4, local=Local(1, 4, SGD(.1, .9, .01)))
+    fed = whole(FedPAC(), rounds=1, per_round=4, local=LocalTraining(1, 4, SGD(.1, .9, .01)))
     state = begin(fed); c = client_view(fed, state, 2, 0)
     w = begin_client(fed, c); w0 = state['server']['w']
     assert all(torch.equal(w[k], w0[k])==(not k.startswith('head')) for k in w)
@@ -407,7 +407,7 @@ def test_fedpac_trains_the_head_first_and_then_only_the_body():
     assert all(torch.equal(m['w'][k], w[k])==k.startswith('head') for k in w)
 
 def test_fedpac_pulls_classes_to_their_prototypes_or_to_the_client_s_own():
-    fed = whole(FedPAC(lam=3.), sizes=(20,), per_round=1, rounds=1, local=Local(1, 100, SGD(.1)))
+    fed = whole(FedPAC(lam=3.), sizes=(20,), per_round=1, rounds=1, local=LocalTraining(1, 100, SGD(.1)))
     def after(**extra): state = begin(fed); state['server'].update(extra); return one_by_one(fed, state, [0], 0)[0]['message']['w'],client_view(fed, state, 0, 0)
     p,known = torch.linspace(-1, 1, 24).view(3, 8),torch.tensor([True,False,True])
     (a,c),(b,_) = after(prototypes=p, known=known),after()
@@ -428,7 +428,7 @@ def test_fedpac_gives_each_client_its_own_head_and_scores_it():
     assert run(whole(FedPAC(), rounds=2, per_round=3))[0]['server']['known'].any()
 
 def test_fedpac_trains_the_head_with_momentum_and_decay_of_its_own():
-    fed = whole(FedPAC(), sizes=(20,), per_round=1, local=Local(1, 8, SGD(.3)))
+    fed = whole(FedPAC(), sizes=(20,), per_round=1, local=LocalTraining(1, 8, SGD(.3)))
     c = client_view(fed, begin(fed), 0, 0); w = begin_client(fed, c)
     head = torch.nn.Linear(8, 3); head.load_state_dict({k[5:]: v for k,v in c.message['w'].items() if k.startswith('head')})
     opt = torch.optim.SGD(head.parameters(), .1, .5, weight_decay=5e-4)

@@ -6,7 +6,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from fedbook import engines, memory, trace
 from fedbook.data import augmenter
 from fedbook.experiments import federation as experiment, Setting
-from fedbook.method import FedAvg, Local, METHODS, methods
+from fedbook.method import FedAvg, LocalTraining, METHODS, methods
 from fedbook.models import Net
 from fedbook.optim import AdamW
 from fedbook.rounds import run
@@ -37,7 +37,7 @@ def test_every_method_runs_on_another_device(monkeypatch, tmp_path, name, in_fil
     assert agrees(monkeypatch, fed, at=tmp_path/'run.part' if in_files else None)
 
 def test_a_run_is_taken_up_again_there(monkeypatch, tmp_path):
-    fed = federation(fitting('fedas'), rounds=3, module=mlp(bn=True, blocks=True), local=Local(1, 4, AdamW(.01)))
+    fed = federation(fitting('fedas'), rounds=3, module=mlp(bn=True, blocks=True), local=LocalTraining(1, 4, AdamW(.01)))
     def killed(r):
         if r==2: raise Killed
     with elsewhere(monkeypatch), pytest.raises(Killed): run(moved(fed), tmp_path/'run.part', on_round=killed)

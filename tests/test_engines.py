@@ -5,9 +5,9 @@ from pathlib import Path
 import numpy as np, pytest, torch
 from torch import nn
 from fedbook import engines
-from fedbook.engines import ENGINES, FellBack, Processes, stacked, timetable, Traced
+from fedbook.engines import ENGINES, FellBack, Processes, stacked, step_groups, Traced
 from fedbook.errors import Refused
-from fedbook.method import Client, FedAvg, Local, METHODS, methods
+from fedbook.method import Client, FedAvg, LocalTraining, METHODS, methods
 from fedbook.models import build, Classifier, Net
 from fedbook.optim import Adam, AdamW, Cosine, SGD
 from fedbook.rounds import begin, client_view, ready, run
@@ -44,8 +44,8 @@ def normed():
     "No bias before BatchNorm: its gradient is zero but for rounding, and Adam would step along the rounding"
     with seeded(0, 'test model'): return with_blocks(True, nn.Linear(6, 8, bias=False), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
 
-LOCALS = dict(sgd=Local(2, 4, SGD(.1, .9, 1e-3)), plain=Local(3, 4, SGD(.1), Cosine(per='epoch', period=3)), adamw=Local(2, 5, AdamW(.01), Cosine(per='batch', period=5)),
-              adam=Local(1, 4, Adam(.01)), whole=Local(1, 100, SGD(.1), label_smoothing=.1))
+LOCALS = dict(sgd=LocalTraining(2, 4, SGD(.1, .9, 1e-3)), plain=LocalTraining(3, 4, SGD(.1), Cosine(per='epoch', period=3)), adamw=LocalTraining(2, 5, AdamW(.01), Cosine(per='batch', period=5)),
+              adam=LocalTraining(1, 4, Adam(.01)), whole=LocalTraining(1, 100, SGD(.1), label_smoothing=.1))
 MODULES = dict(plain=lambda: mlp(blocks=True), batchnorm=normed, dropout=lambda: mlp(dropout=.4, blocks=True))
 def imitation(run):
     "Stands in for a recording: what `run` works on stays where it is, and its result is overwritten"
@@ -105,7 +105,7 @@ def test_a_resumed_run_ends_in_the_same_bytes_in_every_engine(engine, often, tmp
 @pytest.mark.parametrize('name', sorted(methods()))
 def test_seeds_stacked_together_are_seeds_apart(name):
     "Each with weights, draws and clients of its own; one is a round ahead and ends before the others"
-    from fedbook.rounds import abreast, course
+    from fedbook.rounds import run_in_lockstep, rounds_of
     feds = [federation(fitting(name), rounds=3 if s else 2, seed=s, module=mlp(bn=True, dropout=.3, blocks=True)) for s in range(3)]
     feds = [precise(replace(f, net=Net(mlp(bn=True, dropout=.3, blocks=True)))) for f in feds]
     for s,f in enumerate(feds):
@@ -113,16 +113,16 @@ def test_seeds_stacked_together_are_seeds_apart(name):
         for p in f.net.module.parameters(): p.data.mul_(1-.2*s)
     seen,engine = [],stacked()
     def answer(asked): seen.append(len(asked)); return engine.together(asked)
-    for f,(state,rows) in zip(feds, abreast([course(f) for f in feds], answer)):
+    for f,(state,rows) in zip(feds, run_in_lockstep([rounds_of(f) for f in feds], answer)):
         alone,rows_a = run(f)
         assert distance(state, alone) < 1e-8 and [r[:3] for r in rows]==[r[:3] for r in rows_a]
     assert seen==[3]*feds[0].method.opening+[3, 3, 2]
 
 def test_runs_on_different_samples_are_not_stacked():
-    from fedbook.rounds import abreast, course
+    from fedbook.rounds import run_in_lockstep, rounds_of
     feds = [precise(federation(seed=s)) for s in range(2)]
     feds[1].data.x = -feds[1].data.x
-    ends = abreast([course(f) for f in feds], stacked().together)
+    ends = run_in_lockstep([rounds_of(f) for f in feds], stacked().together)
     assert all(distance(end, run(f)[0]) < 1e-10 for f,(end,_) in zip(feds, ends))
 
 
@@ -134,7 +134,7 @@ def test_memory_and_buffers_come_back(buffers, engine):
 
 @dataclass(frozen=True)
 class Drifts(FedAvg):
-    "Uses every seam: memory and message in the loss and in the step, and sends less than it has"
+    "Uses every hook: memory and message in the loss and in the step, and sends less than it has"
     def client(self, w): return dict(past=dict(w))
     def start(self, c): return {k: v + .1*c.memory['past'][k] + .1*torch.rand_like(v) for k,v in c.message['w'].items()},c.memory
     def loss(self, w, batch, c): return super().loss(w, batch, c) + sum(((w[k]-c.memory['past'][k])**2).sum() for k in w)
@@ -143,7 +143,7 @@ class Drifts(FedAvg):
 METHODS.pop('drifts')
 
 @pytest.mark.parametrize('engine', [Traced, stacked, lambda: Processes(2)])
-def test_every_seam_can_be_run(engine):
+def test_every_hook_can_be_run(engine):
     fed = precise(federation(Drifts(), rounds=4))
     assert distance(run(fed)[0], run(fed, engine=engine())[0]) < 1e-10
 
@@ -177,7 +177,7 @@ CONVOLUTIONS = [('cnn', dict(channels=(3,4), hidden=(5,))), ('cnn', dict(channel
 @pytest.mark.parametrize('engine', [Traced, stacked])
 @pytest.mark.parametrize('name,settings', CONVOLUTIONS)
 def test_convolutions_and_attention(name, settings, engine):
-    fed = federation(sizes=(8,4), rounds=1, per_round=2, local=Local(1, 4, SGD(.01)))
+    fed = federation(sizes=(8,4), rounds=1, per_round=2, local=LocalTraining(1, 4, SGD(.01)))
     with seeded(0, 'images'): fed.data.x = torch.randn(12, 1, 16, 16).double()
     fed.data.test = (fed.data.x, fed.data.y); fed.data.test_clients = None
     fed = replace(fed, net=Net(build(name, 3, 1, 16, **settings).double()))
@@ -189,17 +189,17 @@ def test_augmentation_draws_from_each_client_s_own_stream(engine):
     assert distance(run(fed)[0], run(fed, engine=engine())[0]) < 1e-10
 
 def test_bf16_is_near_float32_and_the_same_in_every_engine():
-    fed = federation(local=Local(1, 4, SGD(.1)))
+    fed = federation(local=LocalTraining(1, 4, SGD(.1)))
     half = replace(fed, local=replace(fed.local, precision='bf16'))
     a,b,c = run(fed)[0],run(half)[0],run(half, engine=stacked())[0]
     assert 1e-6 < distance(a['server'], b['server']) < .05 and distance(b['server'], c['server']) < .01
     assert all(v.dtype==torch.float32 for v in b['server']['w'].values())
-    with pytest.raises(Refused, match='bf16'): Local(precision='bf61')
+    with pytest.raises(Refused, match='bf16'): LocalTraining(precision='bf61')
 
 def test_groups_of_a_timetable():
-    fed = federation(sizes=(7,12,20,5), local=Local(2, 4))
+    fed = federation(sizes=(7,12,20,5), local=LocalTraining(2, 4))
     cs = [client_view(fed, begin(fed), i, 0) for i in (2, 1, 0, 3)]
-    groups = timetable(cs)
+    groups = step_groups(cs)
     for j,c in enumerate(cs):
         own = np.concatenate([g.samples[g.rows.index(j)] for g in groups if j in g.rows])
         assert sorted(own)==sorted(2*list(c.own.numpy()))
@@ -260,7 +260,7 @@ def test_an_unknown_engine_names_the_nearest():
 
 def images(frozen=(), **settings):
     "A federation of byte images"
-    fed = federation(sizes=(8,6), per_round=2, rounds=2, local=Local(2, 4, SGD(.1)))
+    fed = federation(sizes=(8,6), per_round=2, rounds=2, local=LocalTraining(2, 4, SGD(.1)))
     draw = torch.Generator().manual_seed(1)
     fed.data.x = torch.randint(0, 256, (14, 1, 8, 8), generator=draw).to(torch.uint8); fed.data.test = (fed.data.x, fed.data.y)
     fed.data.test_clients = [np.arange(8), np.arange(8, 14)]; fed.data.prepare = lambda x: x/255.
@@ -281,11 +281,11 @@ def test_what_is_prepared_once_is_what_is_prepared_every_time(monkeypatch):
     fed = images()
     assert ready(fed).data.x.dtype==torch.float32
     a = run(fed)
-    monkeypatch.setattr('fedbook.rounds.AT_ONCE', 100)
+    monkeypatch.setattr('fedbook.rounds.PREPARED_BYTES', 100)
     assert ready(fed) is fed
     b = run(fed)
     assert same(a[0], b[0]) and a[1]==b[1]
-    monkeypatch.setattr(engines, 'AT_ONCE', 1000) # a few samples at a time
+    monkeypatch.setattr(engines, 'PREPARED_BYTES', 1000) # a few samples at a time
     assert distance(a[0], run(fed, engine=stacked())[0]) < 1e-5
 
 def long(fed): return replace(fed, protocol=replace(fed.protocol, rounds=10**7))
@@ -308,7 +308,7 @@ def test_the_fastest_is_chosen_once_and_remembered(machine, monkeypatch):
     assert engines.choice(fed)==engines.choice(replace(fed))==('stacked', 1.) and len(calls)==1
     monkeypatch.setattr(engines, 'CHOICES', {})
     assert engines.choice(fed)==('stacked', 1.) and len(calls)==1
-    assert engines.choice(replace(fed, local=Local(1, 3)))[0]=='stacked' and len(calls)==2
+    assert engines.choice(replace(fed, local=LocalTraining(1, 3)))[0]=='stacked' and len(calls)==2
     for text in ('{"a": 1}', '[', '[1]', '{"%s": ["gone", 1]}' % engines.kind(fed)):
         (machine/'engines.json').write_text(text); engines.CHOICES.clear()
         assert engines.choice(fed)[0]=='stacked'
@@ -345,14 +345,14 @@ def test_recorded_steps_are_stacked_steps_on_a_gpu(model):
 
 def test_a_recording_works_on_memory_that_stays_and_leaves_none_of_it_behind():
     "Warming up takes steps back; all rounds of both stacks share the memory of their kind; what is sent is not in it; each rate has a recording"
-    fed,places = federation(sizes=(8,8,8,8), per_round=4, rounds=3, local=Local(2, 4, SGD(.1, .9), Cosine(per='epoch', period=2))),[]
+    fed,places = federation(sizes=(8,8,8,8), per_round=4, rounds=3, local=LocalTraining(2, 4, SGD(.1, .9), Cosine(per='epoch', period=2))),[]
     def record(run): places.append([t.data_ptr() for t in run.__closure__[0].cell_contents.flat]); [run() for _ in range(3)]; return imitation(run)
     a,b = run(fed, engine=Traced(2))[0],run(fed, engine=Traced(2, record))[0]
     assert same(a, b) and len(places)==2 and places[0]==places[1], 'one recording for each rate, in the same memory'
 
 def test_a_falling_rate_does_not_pile_up_recordings(monkeypatch):
     monkeypatch.setattr('fedbook.trace.RECORDINGS', 2)
-    fed = federation(sizes=(8,8), per_round=2, rounds=5, local=Local(2, 4, SGD(.1), Cosine(per='round', period=5)))
+    fed = federation(sizes=(8,8), per_round=2, rounds=5, local=LocalTraining(2, 4, SGD(.1), Cosine(per='round', period=5)))
     made = []
     a,b = run(fed, engine=stacked())[0],run(fed, engine=Traced(2, lambda go: made.append(1) or imitation(go)))[0]
     assert same(a, b) and len(made)==5 and [len(s.recordings) for s in fed.net.steps.values()]==[2]
@@ -399,13 +399,13 @@ def test_a_stack_is_no_larger_than_the_cache(monkeypatch):
         assert distance(run(fed)[0], run(fed, engine=stacked())[0]) < 1e-10 and sizes==expected
 
 def test_seeds_with_large_weights_go_apart_on_a_processor(monkeypatch):
-    from fedbook.rounds import abreast, course
+    from fedbook.rounds import run_in_lockstep, rounds_of
     feds,sizes = [replace(federation(), seed=s) for s in range(2)],[]
     for f in feds: f.data = feds[0].data
     monkeypatch.setattr(engines, 'train', lambda pairs, record, f=engines.train: sizes.append(len(pairs)) or f(pairs, record))
-    abreast([course(f) for f in feds], stacked().together)
+    run_in_lockstep([rounds_of(f) for f in feds], stacked().together)
     monkeypatch.setattr(engines, 'SEVERAL', 0)
-    abreast([course(f) for f in feds], stacked().together)
+    run_in_lockstep([rounds_of(f) for f in feds], stacked().together)
     assert sizes==[6]*3 + [3]*6
 
 @pytest.mark.parametrize('name', ['fedas','fedntd','fedpac','fedspu'])

@@ -10,7 +10,7 @@ from fedbook.experiments import Case, federation, run_cases, Setting
 from fedbook.method import FedAvg, METHODS
 from fedbook.models import build, Net
 from fedbook.results import read
-from fedbook.rounds import begin, course, FederatedData, run
+from fedbook.rounds import begin, rounds_of, FederatedData, run
 from fedbook.sources import bare
 from fedbook.streams import stream
 
@@ -105,15 +105,15 @@ def test_a_run_goes_on_at_the_round_where_it_was_killed(tmp_path, monkeypatch):
     case,rounds = Case({}, Setting(**SMALL | dict(protocol=dict(rounds=4, per_round=3), method=dict(name='moon')))),[]
     whole = run_cases([case], [0], tmp_path/'whole', **ABOUT)[0]
     class Killed(Exception): pass
-    def watched(last, f=E.course):
+    def watched(last, f=E.rounds_of):
         def on_round(r):
             rounds.append(r)
             if r==last: raise Killed
         return lambda fed, checkpoint: f(fed, checkpoint, on_round)
-    monkeypatch.setattr(E, 'course', watched(3)); monkeypatch.setattr('fedbook.memory.IN_RAM', 0)
+    monkeypatch.setattr(E, 'rounds_of', watched(3)); monkeypatch.setattr('fedbook.memory.IN_RAM', 0)
     with pytest.raises(Killed): run_cases([case], [0], tmp_path, **ABOUT)
     assert not (tmp_path/'rows.jsonl').exists() and list(tmp_path.glob('.*.memory/*'))
-    monkeypatch.setattr(E, 'course', watched(None, course))
+    monkeypatch.setattr(E, 'rounds_of', watched(None, rounds_of))
     assert run_cases([case], [0], tmp_path, **ABOUT)[0]['rows']==whole['rows']
     assert rounds==[1, 2, 3, 4] and not list(tmp_path.glob('.*.part')) and not list(tmp_path.glob('.*.memory'))
 
@@ -209,7 +209,7 @@ def test_the_estimate_asks_each_method_for_its_step_and_counts_what_is_scored(mo
     monkeypatch.setattr(E, 'choice', lambda fed: ('one_by_one', seconds[type(fed.method).__name__])); monkeypatch.setattr(E, 'timed', lambda f: 0.)
     avg,ala = (Case({}, Setting(**SMALL | dict(method=dict(name=m), personal=True))) for m in ('fedavg','fedala'))
     n = E.local_steps(federation(avg.setting))
-    def cost(*todo): return sum(seconds for _,seconds in E.outlook(todo))
+    def cost(*todo): return sum(seconds for _,seconds in E.expected_costs(todo))
     assert cost((avg, 0), (avg, 1), (ala, 0))==pytest.approx(n*12)
     monkeypatch.setattr(E, 'timed', lambda f: 1.); monkeypatch.setattr(E, 'local_steps', lambda fed: 0)
     p,d = federation(avg.setting).protocol,federation(avg.setting).data
@@ -220,6 +220,6 @@ def test_the_estimate_asks_each_method_for_its_step_and_counts_what_is_scored(mo
     dict(partition=dict(name='dirichlet', n_clients=10, alfa=1)), dict(partition=dict(name='iid', n_clients=10**6)), dict(method=dict(name='fedprox', mu=-1)),
     dict(local=dict(epoch=1)), dict(local=dict(schedule=dict(name='cosine', period=0))), dict(protocol=dict(round=3)), dict(protocol=dict(per_round=11)), dict(input=dict(sise=3))])
 def test_refusals_come_before_any_work(bad, monkeypatch, tmp_path):
-    monkeypatch.setattr(E, 'course', lambda *a, **k: pytest.fail('work was begun'))
+    monkeypatch.setattr(E, 'rounds_of', lambda *a, **k: pytest.fail('work was begun'))
     with pytest.raises(Refused) as e: run_cases([Case({}, Setting(**SMALL)), Case({}, Setting(**SMALL | bad))], [0], tmp_path, **ABOUT)
     assert len(str(e.value).splitlines())==1 and not (tmp_path/'rows.jsonl').exists()

@@ -6,9 +6,9 @@ from hypothesis import given, strategies as st
 from fedbook.chapters.fedcspack import comparison_setting
 from fedbook.errors import Refused
 from fedbook.manifest import experiment
-from fedbook.method import FedAvg, Local
+from fedbook.method import FedAvg, LocalTraining
 from fedbook.methods import fedcspack
-from fedbook.methods.fedcspack import aggregate, divergence, FedCSPACK, FedCSPACKToAll, flat, misfit, pack, select, similarities, unflat
+from fedbook.methods.fedcspack import aggregate_packs, divergence, FedCSPACK, FedCSPACKToAll, flat, misfit, pack, select, similarities, unflat
 from fedbook.optim import SGD
 from fedbook.rounds import begin, client_view, one_by_one, one_round, run, sample_clients, SetAside
 from fedbook.tensors import tmap
@@ -66,7 +66,7 @@ def test_selection(theta, budget):
 def test_everybody_sending_everything_with_equal_weights_is_the_plain_mean():
     g = torch.randn(5, 4)
     ds = [torch.randn(5, 4) for _ in range(3)]
-    new,valid = aggregate(g, [(torch.arange(5), d, torch.ones(5)) for d in ds])
+    new,valid = aggregate_packs(g, [(torch.arange(5), d, torch.ones(5)) for d in ds])
     torch.testing.assert_close(new, g+sum(ds)/3); assert valid.all()
 
 def dyadic(kind):
@@ -168,7 +168,7 @@ def test_a_round_costs_the_buffers_that_a_transport_carries(module):
 
 def test_the_divergence_is_too_small_to_matter():
     "Both weights against θ alone: the models differ by a thousandth of what the round changed; β alone is another method"
-    def after(weights): return flat(run(federation(FedCSPACK(size=8, weights=weights, variant='released'), local=Local(1, 4, SGD(.02))))[0]['server']['w'])
+    def after(weights): return flat(run(federation(FedCSPACK(size=8, weights=weights, variant='released'), local=LocalTraining(1, 4, SGD(.02))))[0]['server']['w'])
     both,start = after('both'),flat(begin(federation())['server']['w'])
     moved = (both-start).norm()
     assert (after('cosine')-both).norm() < 2e-3*moved < (after('divergence')-both).norm()

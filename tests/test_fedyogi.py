@@ -12,7 +12,7 @@ def test_three_rounds_by_hand():
     m = FedYogi(eta=.3, tau=.05, beta1=.8, beta2=.9)
     state,(w,mom,v) = m.server(dict(a=torch.tensor(1., dtype=torch.float64))),(1.,0.,0.)
     for goal in (2., 1.1, -3.):
-        state = m.merge(state, [dict(w=dict(a=torch.tensor(goal, dtype=torch.float64)))], [1])
+        state = m.aggregate(state, [dict(w=dict(a=torch.tensor(goal, dtype=torch.float64)))], [1])
         d = goal-w
         mom,v = .8*mom+.2*d, v-.1*d*d*((v>d*d)-(v<d*d))
         w += .3*mom/(v**.5+.05)
@@ -28,12 +28,12 @@ def test_the_first_update_differs_from_fedavg_by_the_analytic_amount():
 def test_a_weight_that_nobody_changes_stays():
     m,w = FedYogi(eta=.5),dict(a=torch.tensor([1.,2.]))
     state = m.server(w)
-    for _ in range(5): state = m.merge(state, [dict(w=dict(a=torch.tensor([state['w']['a'][0]+1, 2.])))], [3])
+    for _ in range(5): state = m.aggregate(state, [dict(w=dict(a=torch.tensor([state['w']['a'][0]+1, 2.])))], [3])
     assert state['w']['a'][1]==2 and state['w']['a'][0] > 1
 
 def test_without_a_memory_of_squares_tau_alone_divides():
     m,w = FedYogi(eta=.5, tau=.25, beta1=0., beta2=1.),dict(a=torch.tensor(1.))
-    state = m.merge(m.server(w), [dict(w=dict(a=torch.tensor(4.)))], [1])
+    state = m.aggregate(m.server(w), [dict(w=dict(a=torch.tensor(4.)))], [1])
     assert state['w']['a']==1+.5*3/.25 and state['v']['a']==0
 
 def test_a_combination_is_both():

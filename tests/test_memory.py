@@ -85,7 +85,7 @@ def test_a_run_with_memories_in_files_equals_one_without(tmp_path, monkeypatch, 
         in_RAM = sum(s.length*s.row_bytes for s in state['memory'].stacks.values() if not s.in_files)
         assert in_RAM <= bound and any(s.in_files for s in state['memory'].stacks.values())
 
-@pytest.mark.parametrize('moment', ['merged','save','after'])
+@pytest.mark.parametrize('moment', ['server_round','save','after'])
 @pytest.mark.parametrize('last', [1, 2, 4])
 def test_a_kill_at_any_moment_leaves_a_checkpoint_with_its_rows(tmp_path, monkeypatch, moment, last):
     fed = federation(fitting('fedas'), rounds=5, module=mlp(blocks=True))
@@ -93,7 +93,7 @@ def test_a_kill_at_any_moment_leaves_a_checkpoint_with_its_rows(tmp_path, monkey
     monkeypatch.setattr(memory, 'IN_RAM', 0)
     calls,f = [],getattr(R, moment, None)
     def until(*a, **k):
-        result = f(*a, **k) if moment=='merged' else None # rows have been put, and nothing names them yet
+        result = f(*a, **k) if moment=='server_round' else None # rows have been put, and nothing names them yet
         calls.append(0)
         if len(calls)==last: raise Killed
         return result or f(*a, **k)

@@ -3,10 +3,10 @@ from collections import OrderedDict
 import numpy as np, pytest, torch
 from torch import nn
 import oracles as O
-from fedbook.method import Local, method, plan
+from fedbook.method import LocalTraining, method, batch_indices
 from fedbook.models import Classifier, Net
 from fedbook.optim import SGD
-from fedbook.rounds import begin, client_view, Federation, FederatedData, merged, one_by_one, Protocol, run, taking_part
+from fedbook.rounds import begin, client_view, Federation, FederatedData, server_round, one_by_one, Protocol, run, taking_part
 from fedbook.streams import seeded, stream
 from fedbook.tensors import flatten
 from fedbook.wire import nbytes
@@ -23,11 +23,11 @@ def federation(m, optimiser):
     with seeded(4, 'test model'): net = Classifier(nn.Sequential(OrderedDict(fc=nn.Linear(6, 5), relu=nn.ReLU())), nn.Linear(5, 3)).double()
     parts = np.split(np.arange(len(y)), np.cumsum(sizes)[:-1])
     data = FederatedData(x, y, parts, (x, y), test_clients=parts)
-    return Federation(m, Net(net), data, Local(2, 4, optimiser), Protocol(len(DRAWN), 2), seed=4274)
+    return Federation(m, Net(net), data, LocalTraining(2, 4, optimiser), Protocol(len(DRAWN), 2), seed=4274)
 
 def of_client(fed, i): return tuple(t[torch.from_numpy(fed.data.clients[i])] for t in (fed.data.x, fed.data.y))
 def view(fed, i, r): return client_view(fed, begin(fed), i, r) # for what does not depend on the state
-def positions(fed, i, r): return [torch.from_numpy(b) for b,_ in plan(view(fed, i, r))]
+def positions(fed, i, r): return [torch.from_numpy(b) for b,_ in batch_indices(view(fed, i, r))]
 def in_turn(fed, f): return {(r, i): f(view(fed, i, r)) for r,ids in enumerate(DRAWN) for i in ids}
 
 def double(x): return torch.tensor(x, dtype=torch.float64)
@@ -58,7 +58,7 @@ def drive(name, optimiser, oracle, settings, theirs, draws=lambda fed: {}, messa
         drawn,e = taking_part(fed, r),counted(e, r)
         assert r < 0 or list(drawn)==DRAWN[r]
         replies,received = one_by_one(fed, state, list(drawn), r),{i: client_view(fed, state, i, r).message for i in e['down_numbers']}
-        state,rows = merged(fed, state, drawn, replies, r)
+        state,rows = server_round(fed, state, drawn, replies, r)
         sent,rows = {i: a['message'] for i,a in zip(drawn, replies)},{k: v for _,_,k,v in rows}
         for i,m in e['messages'].items(): agree(sent[i], message(m, i), f'round {r}, message of {i}')
         traffic(rows['bytes_down'], received, e['down_numbers'], e.get('down_indices'))
@@ -150,10 +150,10 @@ def cspack(weights, weight, variant='intended', name='fedcspack', to=None):
 
 # ---- all of them
 
-def cases(name, oracle, settings={}, theirs=None, optimisers=('plain','momentum and decay'), **seams):
+def cases(name, oracle, settings={}, theirs=None, optimisers=('plain','momentum and decay'), **hooks):
     "One case per optimiser; the oracle has the settings of the method where it has none of its own"
     what = ' '.join(str(v) for v in settings.values())
-    return [pytest.param(name, OPTIMISERS[o], oracle, settings, settings if theirs is None else theirs, seams, id=f'{name} {what}, {o}') for o in optimisers]
+    return [pytest.param(name, OPTIMISERS[o], oracle, settings, settings if theirs is None else theirs, hooks, id=f'{name} {what}, {o}') for o in optimisers]
 
 CASES = [
     cases('fedavg', O.oracle_fedavg),
@@ -172,5 +172,5 @@ CASES = [
       for o,m,d in (('plain', 0., 0.), ('momentum and decay', .9, .05))),
     cspack('both', 'both'), cspack('cosine', 'cs'), cspack('divergence', 'kd'), cspack('both', 'both', 'released'), cspack('both', 'both', name='fedcspacktoall', to=range(4))]
 
-@pytest.mark.parametrize('name,optimiser,oracle,settings,theirs,seams', [c for several in CASES for c in several])
-def test_all_rounds(name, optimiser, oracle, settings, theirs, seams): drive(name, optimiser, oracle, settings, theirs, **seams)
+@pytest.mark.parametrize('name,optimiser,oracle,settings,theirs,hooks', [c for several in CASES for c in several])
+def test_all_rounds(name, optimiser, oracle, settings, theirs, hooks): drive(name, optimiser, oracle, settings, theirs, **hooks)

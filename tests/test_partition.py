@@ -6,7 +6,7 @@ from hypothesis import given, settings, strategies as st
 from fedbook import partition as P
 from fedbook.engines import stacked
 from fedbook.errors import Refused
-from fedbook.method import batches, Local
+from fedbook.method import batches, LocalTraining
 from fedbook.optim import SGD
 from fedbook.rounds import begin, client_view, FederatedData, run
 from fedbook.streams import stream
@@ -163,7 +163,7 @@ def test_shards_drawn_twice_train_twice():
     held = np.bincount(np.concatenate(p.clients), minlength=12)
     assert p.shared == np.mean([sum(i in c for c in p.clients) > 1 for i in range(12)]) < (held > 1).mean() and {len(np.unique(c)) for c in p.clients} == {3,6} and all(p.sizes == 6)
     data = FederatedData(torch.randn(12, 6), y, p.clients, (torch.randn(8, 6), y[:8]), test_clients=P.matched_test(p, np.repeat([0,1,2,3], 2)))
-    fed = replace(federation(per_round=3, rounds=2, local=Local(2, 2, SGD(.1))), data=data)
+    fed = replace(federation(per_round=3, rounds=2, local=LocalTraining(2, 2, SGD(.1))), data=data)
     assert [len(b['y']) for b,_ in batches(client_view(fed, begin(fed), 0, 0))] == [2]*6
     (state,rows),(again,same_rows) = run(fed),run(fed, engine=stacked())
     for k,v in state['server']['w'].items(): torch.testing.assert_close(again['server']['w'][k], v)

@@ -4,7 +4,7 @@ import warnings
 import pytest, torch
 from torch import nn
 from fedbook.engines import FellBack, Processes, stacked, Traced
-from fedbook.method import FedAvg, Local, METHODS
+from fedbook.method import FedAvg, LocalTraining, METHODS
 from fedbook.models import Net
 from fedbook.optim import SGD
 from fedbook.rounds import begin, client_view, one_by_one, run
@@ -38,7 +38,7 @@ class Momentum(FedAvg):
 class LastLoss(FedAvg):
     "Weighs clients by the loss of their last step"
     def finish(self, w, c): return dict(w=w, loss=c.losses[-1].double(), steps=torch.tensor(len(c.losses))), {}
-    def merge(self, state, messages, weights): return super().merge(state, messages, [m['loss'].item() for m in messages])
+    def aggregate(self, state, messages, weights): return super().aggregate(state, messages, [m['loss'].item() for m in messages])
 
 @away
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class HeteroFL(FedAvg):
     def server(self, w): return dict(w=w, round=dict(now=torch.zeros((), dtype=torch.int64)))
     def send(self, state, i): rows = self.width(len(state['w']['0.bias']), i, state['round']['now']); return dict(w=self.part(state['w'], rows), rows=dict(at=rows))
     def finish(self, w, c): return dict(w=w, rows=c.message['rows']), {}
-    def merge(self, state, messages, weights):
+    def aggregate(self, state, messages, weights):
         total,count = ({k: torch.zeros_like(v) for k,v in state['w'].items()} for _ in range(2))
         for m,n in zip(messages, weights):
             rows = m['rows']['at']
@@ -67,7 +67,7 @@ class FedRolex(HeteroFL):
 CASES = dict(head_first=(HeadFirst(), dict(blocks=True)), momentum=(Momentum(), {}), last_loss=(LastLoss(), {}), heterofl=(HeteroFL(), {}), fedrolex=(FedRolex(), {}))
 
 def double(m, module, **kw):
-    fed = federation(m, module=mlp(**module).double(), local=Local(3, 4, SGD(.1, .9)), **kw)
+    fed = federation(m, module=mlp(**module).double(), local=LocalTraining(3, 4, SGD(.1, .9)), **kw)
     return replace(fed, data=replace(fed.data, x=fed.data.x.double(), test=(fed.data.test[0].double(), fed.data.test[1])))
 
 @pytest.mark.parametrize('engine', ENGINES)
@@ -95,7 +95,7 @@ def test_a_phase_of_the_head_leaves_the_body_of_the_first_epoch():
 
 def test_the_optimiser_lives_on():
     "One client with one batch: two rounds of one step each with persistent momentum are two steps of torch.optim.SGD"
-    fed = federation(Momentum(), sizes=(20,), per_round=1, rounds=3, local=Local(1, 100, SGD(.1, .9)))
+    fed = federation(Momentum(), sizes=(20,), per_round=1, rounds=3, local=LocalTraining(1, 100, SGD(.1, .9)))
     module = mlp(); opt = torch.optim.SGD(module.parameters(), .1, .9)
     for _ in range(3): opt.zero_grad(); nn.functional.cross_entropy(module(fed.data.x), fed.data.y).backward(); opt.step()
     w = run(fed)[0]['server']['w']
@@ -109,8 +109,8 @@ def test_finish_sees_the_losses_of_all_steps():
 
 def test_clients_of_all_widths_are_stacked_with_those_of_theirs(monkeypatch):
     from fedbook import engines
-    sizes,usual = [],engines.in_step
-    monkeypatch.setattr(engines, 'in_step', lambda pairs, *a: sizes.append(len(pairs)) or usual(pairs, *a))
+    sizes,plain = [],engines.train_stack
+    monkeypatch.setattr(engines, 'train_stack', lambda pairs, *a: sizes.append(len(pairs)) or plain(pairs, *a))
     run(double(HeteroFL(), {}, per_round=4, rounds=1), engine=stacked())
     assert sizes==[4, 2, 2], 'all together was tried, then each kind'
 

@@ -8,7 +8,7 @@ from fedbook.methods.ptalos import blocks, CRITERIA, loss_on, lowest_losses, PTa
 from fedbook.methods.talos import TaLoSProx
 from fedbook.models import build, lies_in, Net
 from fedbook.optim import AdamW
-from fedbook.method import Local
+from fedbook.method import LocalTraining
 from fedbook.rounds import begin, begin_client, client_view, run
 from fedbook.streams import stream
 from test_rounds import federation, mlp, same
@@ -130,7 +130,7 @@ def test_before_the_deterministic_round_chance_decides_by_the_client_s_own_strea
         assert layers==(stream(0, 'strategy', 1, c.id).random() > .5)
 
 def test_all_reverse_rounds_after_the_deterministic_one_are_talosprox():
-    a,b = (run(federation(m, module=mlp(blocks=True), local=Local(1, 4, AdamW(.01))))[0] for m in (PTaLoS(deterministic_round=1, reverse=True, k=1), TaLoSProx()))
+    a,b = (run(federation(m, module=mlp(blocks=True), local=LocalTraining(1, 4, AdamW(.01))))[0] for m in (PTaLoS(deterministic_round=1, reverse=True, k=1), TaLoSProx()))
     assert same(a, b)
 
 @pytest.mark.parametrize('bad,word', [(lambda: PTaLoS(k=0), 'k'), (lambda: PTaLoS(layer_batches=0), 'layer_batches'), (lambda: PTaLoS(criterion='steps'), "'step'"), (lambda: PTaLoS(deterministic_round=0), 'deterministic'),

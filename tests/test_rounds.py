@@ -6,7 +6,7 @@ import numpy as np, pytest, torch
 from torch import nn
 from fedbook.engines import Processes
 from fedbook.errors import Refused
-from fedbook.method import batches, Client, FedAvg, Local, method, METHODS, methods
+from fedbook.method import batches, Client, FedAvg, LocalTraining, method, METHODS, methods
 from fedbook.methods.fedprox import FedProx
 from fedbook.models import Classifier, Net
 from fedbook.optim import AdamW, Cosine, SGD
@@ -36,7 +36,7 @@ def federation(m=FedAvg(), sizes=(7,12,20,5), rounds=3, per_round=3, seed=0, mod
     tx,ty = torch.randn(30, 6, generator=gen),torch.randint(0, 3, (30,), generator=gen)
     ends = np.cumsum(sizes)
     data = FederatedData(x, y, [np.arange(e-s, e) for e,s in zip(ends, sizes)], (tx,ty), test_clients=[np.arange(i, i+20) for i in range(len(sizes))])
-    return Federation(m, Net(module or mlp()), data, local or Local(2, 4, SGD(.1, .9, 1e-3)), Protocol(rounds, per_round, **protocol), seed)
+    return Federation(m, Net(module or mlp()), data, local or LocalTraining(2, 4, SGD(.1, .9, 1e-3)), Protocol(rounds, per_round, **protocol), seed)
 
 def same(a, b):
     a,b = flatten(a),flatten(b)
@@ -45,20 +45,20 @@ def same(a, b):
 def moved(fed): return not same(begin(fed)['server'], run(fed)[0]['server'])
 
 def test_prox_without_pull_is_fedavg_to_the_bit():
-    a,b = (run(federation(m, local=Local(2, 4, o))) for o in (SGD(.1, .9), ) for m in (FedAvg(), FedProx(mu=0.)))
+    a,b = (run(federation(m, local=LocalTraining(2, 4, o))) for o in (SGD(.1, .9), ) for m in (FedAvg(), FedProx(mu=0.)))
     assert same(a[0], b[0]) and a[1]==b[1]
-    assert not same(a[0]['server'], run(federation(FedProx(mu=1.), local=Local(2, 4, SGD(.1, .9))))[0]['server'])
+    assert not same(a[0]['server'], run(federation(FedProx(mu=1.), local=LocalTraining(2, 4, SGD(.1, .9))))[0]['server'])
 
 def test_prox_differs_by_the_analytic_amount():
     "The first step is FedAvg's; the second differs by −ημ(w₁−w₀)"
-    def after(m, steps): return one_client(m, Local(steps, 100, SGD(.1)))['server']['w']
+    def after(m, steps): return one_client(m, LocalTraining(steps, 100, SGD(.1)))['server']['w']
     w0,w1,w2 = begin(federation())['server']['w'],after(FedAvg(), 1),after(FedAvg(), 2)
     assert same(after(FedProx(mu=.7), 1), w1)
     for k,v in after(FedProx(mu=.7), 2).items(): assert torch.allclose(v, w2[k]-.1*.7*(w1[k]-w0[k]), atol=1e-6)
 
 def one_client(m, local, rounds=1): return run(federation(m, sizes=(20,), rounds=rounds, per_round=1, local=local))[0]
 
-@pytest.mark.parametrize('local', [Local(2, 4, SGD(.1, .9, 1e-3)), Local(3, 8, AdamW(.01), Cosine(per='epoch', period=3)), Local(1, 100, SGD(.5), label_smoothing=.1)])
+@pytest.mark.parametrize('local', [LocalTraining(2, 4, SGD(.1, .9, 1e-3)), LocalTraining(3, 8, AdamW(.01), Cosine(per='epoch', period=3)), LocalTraining(1, 100, SGD(.5), label_smoothing=.1)])
 def test_one_client_is_local_training(local):
     "To the bit against the same steps by hand, and closely against torch.optim"
     fed = federation(sizes=(20,), per_round=1, rounds=2, local=local)
@@ -102,7 +102,7 @@ class Remembers(FedAvg):
     def server(self, w): return dict(w=w, count=dict(n=torch.zeros(())))
     def client(self, w): return dict(seen=dict(n=torch.zeros(())))
     def finish(self, w, c): return dict(w=w), dict(seen=dict(n=c.memory['seen']['n']+1))
-    def merge(self, state, messages, weights): return dict(super().merge(state, messages, weights), count=dict(n=state['count']['n']+1))
+    def aggregate(self, state, messages, weights): return dict(super().aggregate(state, messages, weights), count=dict(n=state['count']['n']+1))
 METHODS.pop('remembers')
 
 class Killed(Exception): pass
@@ -206,7 +206,7 @@ def test_test_images_never_reach_training():
     assert len(seen) > 10 and not any((b==77).any() for b in seen)
 
 def test_batches_cover_every_sample_once_an_epoch():
-    fed = federation(local=Local(3, 4))
+    fed = federation(local=LocalTraining(3, 4))
     c = client_view(fed, begin(fed), 1, 0)
     every = torch.cat([b['x'] for b,_ in batches(c)])
     xs = every.split(len(c.own))
@@ -226,7 +226,7 @@ def test_step_is_the_direction_of_the_optimiser():
     class Double(FedAvg):
         def step(self, g, w, c): return {k: 2*v for k,v in g.items()}
     METHODS.pop('double')
-    a,b = run(federation(Double(), local=Local(2, 4, SGD(.1))))[0],run(federation(local=Local(2, 4, SGD(.2))))[0]
+    a,b = run(federation(Double(), local=LocalTraining(2, 4, SGD(.1))))[0],run(federation(local=LocalTraining(2, 4, SGD(.2))))[0]
     for k,v in a['server']['w'].items(): torch.testing.assert_close(v, b['server']['w'][k])
 
 def test_every_registered_method_runs_and_is_deterministic():
@@ -235,7 +235,7 @@ def test_every_registered_method_runs_and_is_deterministic():
         assert same(a, b), name
 
 @pytest.mark.parametrize('bad', [lambda: method('fedporx'), lambda: method('fedprox', nu=1), lambda: method('fedprox', mu=-1), lambda: method('fedprox', mu=float('nan')),
-    lambda: Protocol(rounds=0), lambda: Protocol(buffers='averaged'), lambda: Protocol(weighting='size'), lambda: federation(per_round=5), lambda: Local(epochs=0),
+    lambda: Protocol(rounds=0), lambda: Protocol(buffers='averaged'), lambda: Protocol(weighting='size'), lambda: federation(per_round=5), lambda: LocalTraining(epochs=0),
     lambda: federation(sizes=(5,0,5), per_round=2)])
 def test_refusals(bad):
     with pytest.raises(Refused) as e: bad()
@@ -270,7 +270,7 @@ def killed(fed, file, after=2):
         if r==after: raise Killed
     with pytest.raises(Killed): run(fed, file, on_round=stop)
 
-@pytest.mark.parametrize('other', [dict(local=Local(2, 4, SGD(.2, .9, 1e-3))), dict(m=FedProx(mu=.5)), dict(seed=1), dict(module=mlp(dropout=.5)), dict(sizes=(7,12,19,6)), dict(per_round=2), dict(module=nn.Sequential(nn.Linear(6, 9), nn.ReLU(), nn.Linear(9, 3)))],
+@pytest.mark.parametrize('other', [dict(local=LocalTraining(2, 4, SGD(.2, .9, 1e-3))), dict(m=FedProx(mu=.5)), dict(seed=1), dict(module=mlp(dropout=.5)), dict(sizes=(7,12,19,6)), dict(per_round=2), dict(module=nn.Sequential(nn.Linear(6, 9), nn.ReLU(), nn.Linear(9, 3)))],
     ids=['rate','method','seed','network','partition','participation','width'])
 def test_a_checkpoint_of_another_run_is_refused(tmp_path, other):
     killed(federation(), tmp_path/'run.safetensors')
@@ -325,7 +325,7 @@ def test_a_method_may_tell_everybody_and_pays_for_it():
 class Opens(FedAvg):
     "Counts who takes part in the opening round, which leaves the model as it is"
     opening = 1
-    def merge(self, state, messages, weights): return super().merge(state, messages, weights) if 'n' in state else dict(state, n=dict(n=torch.tensor(float(len(messages)))))
+    def aggregate(self, state, messages, weights): return super().aggregate(state, messages, weights) if 'n' in state else dict(state, n=dict(n=torch.tensor(float(len(messages)))))
 METHODS.pop('opens')
 
 def test_an_opening_round_is_everybody_s_and_comes_before_the_first(tmp_path):

@@ -34,8 +34,8 @@ def faulty(fault, when=1):
 
 def without(monkeypatch, when=1):
     "Let the bad client be away in that round"
-    usual = rounds.taking_part
-    monkeypatch.setattr(rounds, 'taking_part', lambda fed, r: {i: n for i,n in usual(fed, r).items() if i!=BAD or r!=when})
+    is_default = rounds.taking_part
+    monkeypatch.setattr(rounds, 'taking_part', lambda fed, r: {i: n for i,n in is_default(fed, r).items() if i!=BAD or r!=when})
 
 def both(m, monkeypatch, engine, **kw):
     fed = federation(m, module=mlp(blocks=True), per_round=4, **kw)
@@ -99,7 +99,7 @@ def test_messages_may_have_another_type_if_all_have_it():
     @dataclass(frozen=True)
     class Half(FedAvg):
         def finish(self, w, c): return dict(w={k: v.half() for k,v in w.items()}), {}
-        def merge(self, state, messages, weights): return super().merge(state, [dict(w={k: v.float() for k,v in m['w'].items()}) for m in messages], weights)
+        def aggregate(self, state, messages, weights): return super().aggregate(state, [dict(w={k: v.float() for k,v in m['w'].items()}) for m in messages], weights)
     METHODS.pop('half')
     fed = federation(Half())
     assert not same(run(fed)[0]['server'], begin(fed)['server']) and not fed.set_aside

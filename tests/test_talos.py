@@ -4,7 +4,7 @@ import numpy as np, pytest, torch, torch.nn.functional as F
 from torch import nn
 from hypothesis import given, settings, strategies as st
 from fedbook.errors import Refused
-from fedbook.method import FedAvg, Local, method
+from fedbook.method import FedAvg, LocalTraining, method
 from fedbook.methods import talos
 from fedbook.methods.fedprox import FedProx
 from fedbook.methods.talos import calibrate, dense, lowest, Masked, per_sample, sensitivity, sparse, TaLoS, TaLoSProx
@@ -60,7 +60,7 @@ def test_the_released_leak_is_the_weight_decay():
 def test_fisher_is_a_loop_over_samples(net, kind, monkeypatch):
     net,b = net(),data(9)
     net = Net(net.module.double()); b = dict(b, x=b['x'].double()); w = net.weights()
-    monkeypatch.setattr(talos, 'AT_ONCE', 4)
+    monkeypatch.setattr(talos, 'SAMPLES_AT_ONCE', 4)
     with seeded(3): f = per_sample(net, w, {}, b['x'], kind)
     with seeded(3): y = torch.multinomial(net.logits(w, {}, b['x']).softmax(1), 1)[:,0]
     def at(i, w): z = net.logits(w, {}, b['x'][i:i+1])[0]; return (z.log_softmax(0) if kind=='fisher' else z)[y[i]]
@@ -132,7 +132,7 @@ def test_a_message_comes_back_and_costs_its_bits(bits):
     numbers = 4*n + (0 if n in (0, len(bits)) else -(-len(bits)//8))
     assert 0 <= nbytes(message) - numbers <= 250 # the header
 
-@pytest.mark.parametrize('local', [Local(2, 4, SGD(.1, .9, 1e-3)), Local(2, 5, AdamW(.01))])
+@pytest.mark.parametrize('local', [LocalTraining(2, 4, SGD(.1, .9, 1e-3)), LocalTraining(2, 5, AdamW(.01))])
 @pytest.mark.parametrize('m,plain', [(TaLoS(sparsity=0.), FedAvg()), (TaLoSProx(sparsity=0., mu=.3), FedProx(mu=.3)), (TaLoS(variant='printed'), FedAvg())])
 def test_a_mask_of_ones_is_fedavg_to_the_bit(m, plain, local):
     assert same(run(federation(m, local=local, module=mlp(bn=True)))[0], run(federation(plain, local=local, module=mlp(bn=True)))[0])

@@ -5,7 +5,7 @@ from torch import nn
 from torch.utils._pytree import tree_flatten
 from fedbook import engines
 from fedbook.engines import FellBack, stacked, Traced
-from fedbook.method import FedAvg, Local, METHODS
+from fedbook.method import FedAvg, LocalTraining, METHODS
 from fedbook.models import build, Net
 from fedbook.optim import Adam, SGD
 from fedbook.rounds import run
@@ -20,7 +20,7 @@ ONE = torch.tensor(1., dtype=torch.float64)
 def at_once(monkeypatch):
     monkeypatch.setattr(engines, 'OFTEN', 0)
 
-def step_of(net, local=Local()):
+def step_of(net, local=LocalTraining()):
     w = net.weights()
     flat,spec = tree_flatten(((w, local.optimiser.init(w), net.buffers()), (dict(w=w), {})))
     return flat, flat_step(FedAvg(), local, net, spec)
@@ -37,7 +37,7 @@ def test_pooling_first_changes_no_bit():
     assert order(moved) > order(plain)
     with torch.no_grad(): assert all(torch.equal(a, b) for a,b in zip(plain(*flat, *batch, ONE), moved(*flat, *batch, ONE)))
 
-@pytest.mark.parametrize('local', [Local(optimiser=SGD(.1)), Local(optimiser=SGD(.1, .9, 1e-2)), Local(optimiser=Adam(.1))], ids=['sgd','momentum','adam'])
+@pytest.mark.parametrize('local', [LocalTraining(optimiser=SGD(.1)), LocalTraining(optimiser=SGD(.1, .9, 1e-2)), LocalTraining(optimiser=Adam(.1))], ids=['sgd','momentum','adam'])
 def test_in_place_is_out_of_place(local):
     net = Net(build('mlp', 3, 1, 4, hidden=(5,)).double())
     flat,step = step_of(net, local)
@@ -61,7 +61,7 @@ class Product(nn.Module):
 
 @pytest.mark.parametrize('engine', [Traced, stacked])
 def test_a_weight_is_changed_after_everybody_has_read_it(engine):
-    fed = precise(federation(module=Product(), local=Local(2, 4, SGD(.2))))
+    fed = precise(federation(module=Product(), local=LocalTraining(2, 4, SGD(.2))))
     assert distance(run(fed)[0], run(fed, engine=engine())[0]) < 1e-10
 
 @dataclass(frozen=True)

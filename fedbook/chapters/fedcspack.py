@@ -10,13 +10,13 @@ __all__ = ['DIFFERENCES', 'ALGORITHMS', 'CHOSEN', 'NATURAL', 'comparison_setting
 from ..errors import choose
 from ..experiments import Setting
 from ..method import method
-from ..rounds import usual
+from ..rounds import is_default
 
 # %% ../../nbs/02_methods/40_chapter_fedcspack.ipynb #5d0b2699
 DIFFERENCES = [ # what, the paper says, the released code does, fedbook does
     ('clients', '100, of which 10 a round', '20, always the same 6', 'as the paper'),
     ('local training', '3 or 5 epochs of SGD', '3 epochs, rate 0.05, batches of 16 without the last', '3 epochs, rate 0.05, batches of 16, the last one too'),
-    ('data', 'official training and test sets', 'both merged and split anew per client, 75 to 25; the official test set is scored as "global" although three quarters of it were trained on', 'training set to the clients, the test set untouched'),
+    ('data', 'official training and test sets', 'both pooled and split anew per client, 75 to 25; the official test set is scored as "global" although three quarters of it were trained on', 'training set to the clients, the test set untouched'),
     ('Dirichlet partition', 'shares of the clients, class by class', 'a client that has its mean share gets no more of later classes, drawn anew until everybody has four batches', 'as the paper; protocol=\'released\': as the code, moving what a small client lacks'),
     ('what is scored', 'test accuracy of the global model', 'the global model on local test parts before training, local models after the last round, and the last aggregate on the official test set', 'global model on the test set; personal models on test images in the client\'s class shares'),
     ('BatchNorm statistics', 'silent', 'never averaged: the global ResNet-18 is scored with mean 0 and variance 1', 'averaged'),
@@ -78,7 +78,7 @@ def sent(
 def per_client(record:dict, way:str) -> float:
     "The bytes per round and client that is drawn, where 10 of 100 are; what goes to clients that are not drawn counts, too"
     s = record['setting']; p,n = s['protocol'],s['partition']['n_clients']
-    to_all = way=='bytes_down' and not usual(method(**s['method']), 'receive')
+    to_all = way=='bytes_down' and not is_default(method(**s['method']), 'receive')
     return sent(record, way)/p['rounds']/(n/10 if to_all else p['per_round'])
 
 # %% ../../nbs/02_methods/40_chapter_fedcspack.ipynb #adad7820

@@ -8,7 +8,7 @@ __all__ = ['mix', 'one_pass', 'settled', 'learnt', 'slice_of', 'ahead', 'FedALA'
 # %% ../../nbs/02_methods/35_fedala.ipynb #4bf9ffbe
 from dataclasses import dataclass
 import numpy as np, torch, torch.nn.functional as F
-from ..method import Client, cuts, FedAvg, Local
+from ..method import Client, batch_bounds, FedAvg, LocalTraining
 from ..models import lies_in
 from ..settings import setting
 from ..streams import stream
@@ -68,7 +68,7 @@ def slice_of(
     m = max(1+pairs, int(share*n))
     first = int(stream(c.seed, 'mixing', c.round, c.id).integers(n-m+1))
     at = torch.arange(first, first+m, device=c.own.device)
-    return [c.batch(at[a:z]) for _,a,z,_ in cuts(m, Local(batch_size=size), c.round, pairs)]
+    return [c.batch(at[a:z]) for _,a,z,_ in batch_bounds(m, LocalTraining(batch_size=size), c.round, pairs)]
 
 # %% ../../nbs/02_methods/35_fedala.ipynb #8c41d0ab
 def ahead(

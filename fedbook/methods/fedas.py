@@ -65,7 +65,7 @@ class FedAS(FedAvg):
         def nll(w, b): return F.cross_entropy(c.net.logits(w, c.buffers, b['x']), b['y'])
         return dict(w=w, trace=fisher(w, nll, whole_batches(c, c.local.batch_size))), dict(own=w)
 
-    def merge(self, state, messages, weights): # the trace takes the place of the number of samples
-        return super().merge(state, messages, [m['trace'].item() for m in messages])
+    def aggregate(self, state, messages, weights): # the trace takes the place of the number of samples
+        return super().aggregate(state, messages, [m['trace'].item() for m in messages])
 
     def personal(self, c): return c.memory['own']

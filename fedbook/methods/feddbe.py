@@ -69,8 +69,8 @@ class FedDBE(FedAvg):
         model = {k: w[k] for k in c.message['w']}
         return dict(w=model) if 'consensus' in c.message else dict(consensus=w[RUNNING]), dict(mean=w[MEAN])
 
-    def merge(self, state, messages, weights):
-        if 'consensus' in state: return super().merge(state, messages, weights)
+    def aggregate(self, state, messages, weights):
+        if 'consensus' in state: return super().aggregate(state, messages, weights)
         return dict(state, consensus=weighted_mean(messages, weights)['consensus'])
 
     def personal(self, c): # a shift of the features is a shift of the head's bias

@@ -8,7 +8,7 @@ __all__ = ['accumulation', 'FedNova']
 # %% ../../nbs/02_methods/31_fednova.ipynb #cc3a6845
 from dataclasses import dataclass, replace
 import torch
-from ..method import FedAvg, plan
+from ..method import FedAvg, batch_indices
 from .fedprox import FedProx
 from ..tensors import tmap
 
@@ -31,10 +31,10 @@ class FedNova(FedAvg):
     "FedAvg with changes divided by the local work that made them (Wang et al. 2020, Eq. 6)"
     def finish(self, w, c):
         mu = self.mu if isinstance(self, FedProx) else 0. # combined with it, as in `fednova+fedprox`
-        a = accumulation(c.local.optimiser, [scale for _,scale in plan(c)], mu)
+        a = accumulation(c.local.optimiser, [scale for _,scale in batch_indices(c)], mu)
         return dict(w=w, a=torch.tensor(a, dtype=torch.float64)), c.memory
 
-    def merge(self, state, messages, weights):
+    def aggregate(self, state, messages, weights):
         a,w = [m['a'].item() for m in messages],state['w']
         tau = sum(p*x for p,x in zip(weights, a))/sum(weights)
-        return super().merge(state, [dict(w=tmap(lambda w,v: w + (v-w)*(tau/x), w, m['w'])) for m,x in zip(messages, a)], weights)
+        return super().aggregate(state, [dict(w=tmap(lambda w,v: w + (v-w)*(tau/x), w, m['w'])) for m,x in zip(messages, a)], weights)

@@ -104,9 +104,9 @@ class FedPAC(FedAvg):
         means,counts = class_means(z, c.y, len(h))
         return dict(w=w, means=means, counts=counts, id=torch.tensor(c.id), v=v, h=h), {}
 
-    def merge(self, state, messages, weights):
+    def aggregate(self, state, messages, weights):
         heads,vs,hs = [part(m['w'], 'head') for m in messages],[m['v'].item() for m in messages],[m['h'] for m in messages]
         mixed = {str(m['id'].item()): weighted_mean(heads, head_weights(i, vs, hs)) for i,m in enumerate(messages)}
         counts = sum(m['counts'] for m in messages)
         means = sum(m['means']*m['counts'][:,None] for m in messages)/counts.clamp_min(1)[:,None]
-        return dict(super().merge(state, messages, weights), heads={**state.get('heads', {}), **mixed}, prototypes=means, known=counts > 0)
+        return dict(super().aggregate(state, messages, weights), heads={**state.get('heads', {}), **mixed}, prototypes=means, known=counts > 0)

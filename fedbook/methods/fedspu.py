@@ -86,7 +86,7 @@ class FedSPU(FedAvg):
         if {k: t.shape for k,t in neurons.items()}!={k: w[k].shape[:1] for k in layers(w)[:-1]}: return 'its neurons are not those of the network'
         return sparse_flaw(dict(values=message['values'], mask=masks(neurons, w)), w)
 
-    def merge(self, state, messages, weights):
+    def aggregate(self, state, messages, weights):
         w,total = state['w'],tmap(torch.zeros_like, state['w'])
         moved = total
         for m,n in zip(messages, weights):

@@ -23,8 +23,8 @@ class FedYogi(FedAvg):
 
     def server(self, w): return dict(super().server(w), m=tmap(torch.zeros_like, w), v=tmap(torch.zeros_like, w))
 
-    def merge(self, state, messages, weights):
-        new,w = super().merge(state, messages, weights),state['w']
+    def aggregate(self, state, messages, weights):
+        new,w = super().aggregate(state, messages, weights),state['w']
         d = tmap(torch.sub, new['w'], w)
         m = tmap(lambda m,d: self.beta1*m + (1-self.beta1)*d, state['m'], d)
         v = tmap(lambda v,d: v - (1-self.beta2)*d*d*torch.sign(v-d*d), state['v'], d)

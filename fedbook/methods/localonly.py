@@ -16,5 +16,5 @@ class LocalOnly(FedAvg):
     def send(self, state, i): return {}
     def start(self, c): return c.memory.get('own', c.net.weights()), {}
     def finish(self, w, c): return {}, dict(own=w)
-    def merge(self, state, messages, weights): return state
+    def aggregate(self, state, messages, weights): return state
     def personal(self, c): return c.memory.get('own', c.net.weights())
