@@ -25,7 +25,9 @@ from .method import combined, LocalTraining, method
 from .models import BUILT_IN, Net, build, MODELS, weights_fingerprint
 from .optim import OPTIMISERS, SCHEDULES
 from .results import append, plain, read
-from .rounds import run_in_lockstep, begin, rounds_of, evaluate, FederatedData, Federation, Protocol, ready, shared, validate
+from .evaluate import evaluate, shared, validate
+from .federation import begin, FederatedData, Federation, Protocol, ready
+from .rounds import rounds_of, run_in_lockstep
 from .settings import check_names, Checked, make, setting
 from .sources import Sources
 from .streams import stream
@@ -172,7 +174,7 @@ def code_fingerprint(
     named = [*map(combined, name.split('+')), *user_code]
     tops = {getattr(o, '__module__', '').partition('.')[0] for o in named}
     used = Sources((*BESIDE, Setting, OPTIMISERS, SCHEDULES), ('__main__', federation.__module__), ours=frozenset({'fedbook', *tops}))
-    for o in (federation, *named): used.add(o, getattr(o, '__name__', 'it'))
+    for o in (federation, rounds_of, *named): used.add(o, getattr(o, '__name__', 'it'))
     return fingerprint(name, used.found)
 
 # %% ../nbs/01_foundations/50_experiments.ipynb #8f497aee

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['METHODS', 'LocalTraining', 'Client', 'batch_bounds', 'epoch_orders', 'batch_indices', 'batches', 'probe', 'FedAvg',
-           'methods', 'import_all', 'called', 'combined', 'joined', 'method']
+           'is_default', 'methods', 'import_all', 'called', 'combined', 'joined', 'method']
 
 # %% ../nbs/01_foundations/30_method.ipynb #8ab7b691
 from dataclasses import dataclass, field
@@ -155,6 +155,12 @@ class FedAvg(Checked):
     def personal(self, c): return c.message['w']              # the model that is scored for a client
 
 METHODS['fedavg'] = {FedAvg.__module__: FedAvg}
+
+# %% ../nbs/01_foundations/30_method.ipynb #6aacb8c4
+def is_default(method:FedAvg, hook:str) -> bool:
+    "Is a hook FedAvg's?"
+    theirs = getattr(FedAvg, hook, None)
+    return theirs is not None and getattr(type(method), hook) is theirs
 
 # %% ../nbs/01_foundations/30_method.ipynb #d1c2856c
 def methods() -> dict: # Name to class

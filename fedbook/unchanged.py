@@ -17,7 +17,7 @@ from .experiments import federation, Setting
 from .files import writing
 from .manifest import figures
 from .results import read
-from .rounds import FederatedData, run
+from .rounds import run
 from .tensors import flatten
 
 # %% ../nbs/01_foundations/52_unchanged.ipynb #612c936a
@@ -31,7 +31,7 @@ def shortened(
 # %% ../nbs/01_foundations/52_unchanged.ipynb #eb3aec3c
 def few(samples): return samples and tuple(t[:300] for t in samples)
 
-def cut(d:FederatedData) -> FederatedData:
+def cut(d): # A `FederatedData`, of whatever code
     "The first samples of each client and of all test images"
     return replace(d, clients=[c[:100] for c in d.clients], test=few(d.test), validation=few(d.validation),
         test_clients=d.test_clients and [[i for i in c if i < 300] for c in d.test_clients])
@@ -49,7 +49,7 @@ def said(setting:dict) -> list: # Digests of the partition and of the last state
 ASK = """import hashlib, json, sys
 from dataclasses import replace
 from fedbook.experiments import code_fingerprint, federation, Setting
-from fedbook.rounds import FederatedData, run
+from fedbook.rounds import run
 from fedbook.tensors import flatten
 %s
 for line in sys.stdin:

@@ -17,7 +17,9 @@ from fedbook.methods.localonly import LocalOnly
 from fedbook.methods.moon import contrast, MOON
 from fedbook.models import build, Classifier, Net, part
 from fedbook.optim import SGD
-from fedbook.rounds import begin, begin_client, client_view, Federation, one_by_one, one_round, run, taking_part
+from fedbook.client import begin_client, one_by_one
+from fedbook.federation import begin, client_view, Federation
+from fedbook.rounds import one_round, run, taking_part
 from fedbook.streams import seeded
 from fedbook.tensors import gradient
 from fedbook.wire import nbytes

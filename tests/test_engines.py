@@ -10,7 +10,8 @@ from fedbook.errors import Refused
 from fedbook.method import Client, FedAvg, LocalTraining, METHODS, methods
 from fedbook.models import build, Classifier, Net
 from fedbook.optim import Adam, AdamW, Cosine, SGD
-from fedbook.rounds import begin, client_view, ready, run
+from fedbook.federation import begin, client_view, ready
+from fedbook.rounds import run
 from fedbook.streams import seeded
 from fedbook.tensors import flatten
 from fedbook.workers import Box, pack, unpack
@@ -105,7 +106,7 @@ def test_a_resumed_run_ends_in_the_same_bytes_in_every_engine(engine, often, tmp
 @pytest.mark.parametrize('name', sorted(methods()))
 def test_seeds_stacked_together_are_seeds_apart(name):
     "Each with weights, draws and clients of its own; one is a round ahead and ends before the others"
-    from fedbook.rounds import run_in_lockstep, rounds_of
+    from fedbook.rounds import rounds_of, run_in_lockstep
     feds = [federation(fitting(name), rounds=3 if s else 2, seed=s, module=mlp(bn=True, dropout=.3, blocks=True)) for s in range(3)]
     feds = [precise(replace(f, net=Net(mlp(bn=True, dropout=.3, blocks=True)))) for f in feds]
     for s,f in enumerate(feds):
@@ -119,7 +120,7 @@ def test_seeds_stacked_together_are_seeds_apart(name):
     assert seen==[3]*feds[0].method.opening+[3, 3, 2]
 
 def test_runs_on_different_samples_are_not_stacked():
-    from fedbook.rounds import run_in_lockstep, rounds_of
+    from fedbook.rounds import rounds_of, run_in_lockstep
     feds = [precise(federation(seed=s)) for s in range(2)]
     feds[1].data.x = -feds[1].data.x
     ends = run_in_lockstep([rounds_of(f) for f in feds], stacked().together)
@@ -281,7 +282,7 @@ def test_what_is_prepared_once_is_what_is_prepared_every_time(monkeypatch):
     fed = images()
     assert ready(fed).data.x.dtype==torch.float32
     a = run(fed)
-    monkeypatch.setattr('fedbook.rounds.PREPARED_BYTES', 100)
+    monkeypatch.setattr('fedbook.federation.PREPARED_BYTES', 100)
     assert ready(fed) is fed
     b = run(fed)
     assert same(a[0], b[0]) and a[1]==b[1]
@@ -399,7 +400,7 @@ def test_a_stack_is_no_larger_than_the_cache(monkeypatch):
         assert distance(run(fed)[0], run(fed, engine=stacked())[0]) < 1e-10 and sizes==expected
 
 def test_seeds_with_large_weights_go_apart_on_a_processor(monkeypatch):
-    from fedbook.rounds import run_in_lockstep, rounds_of
+    from fedbook.rounds import rounds_of, run_in_lockstep
     feds,sizes = [replace(federation(), seed=s) for s in range(2)],[]
     for f in feds: f.data = feds[0].data
     monkeypatch.setattr(engines, 'train', lambda pairs, record, f=engines.train: sizes.append(len(pairs)) or f(pairs, record))

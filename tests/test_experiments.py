@@ -10,7 +10,8 @@ from fedbook.experiments import Case, federation, run_cases, Setting
 from fedbook.method import FedAvg, METHODS
 from fedbook.models import build, Net
 from fedbook.results import read
-from fedbook.rounds import begin, rounds_of, FederatedData, run
+from fedbook.federation import begin, FederatedData
+from fedbook.rounds import rounds_of, run
 from fedbook.sources import bare
 from fedbook.streams import stream
 

@@ -10,7 +10,10 @@ from fedbook.method import FedAvg, LocalTraining
 from fedbook.methods import fedcspack
 from fedbook.methods.fedcspack import aggregate_packs, divergence, FedCSPACK, FedCSPACKToAll, flat, misfit, pack, select, similarities, unflat
 from fedbook.optim import SGD
-from fedbook.rounds import begin, client_view, one_by_one, one_round, run, sample_clients, SetAside
+from fedbook.client import one_by_one
+from fedbook.federation import begin, client_view
+from fedbook.replies import SetAside
+from fedbook.rounds import one_round, run, sample_clients
 from fedbook.tensors import tmap
 from fedbook.wire import decode, encode
 from test_rounds import federation, mlp, same

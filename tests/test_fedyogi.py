@@ -4,7 +4,8 @@ from fedbook.errors import Refused
 from fedbook.method import combined, FedAvg, method, METHODS
 from fedbook.methods.fedprox import FedProx
 from fedbook.methods.fedyogi import FedYogi
-from fedbook.rounds import begin, run
+from fedbook.federation import begin
+from fedbook.rounds import run
 from test_rounds import federation, same
 
 def test_three_rounds_by_hand():

@@ -6,7 +6,9 @@ import oracles as O
 from fedbook.method import LocalTraining, method, batch_indices
 from fedbook.models import Classifier, Net
 from fedbook.optim import SGD
-from fedbook.rounds import begin, client_view, Federation, FederatedData, server_round, one_by_one, Protocol, run, taking_part
+from fedbook.client import one_by_one
+from fedbook.federation import begin, client_view, FederatedData, Federation, Protocol
+from fedbook.rounds import run, server_round, taking_part
 from fedbook.streams import seeded, stream
 from fedbook.tensors import flatten
 from fedbook.wire import nbytes

@@ -8,7 +8,8 @@ from fedbook.engines import stacked
 from fedbook.errors import Refused
 from fedbook.method import batches, LocalTraining
 from fedbook.optim import SGD
-from fedbook.rounds import begin, client_view, FederatedData, run
+from fedbook.federation import begin, client_view, FederatedData
+from fedbook.rounds import run
 from fedbook.streams import stream
 from test_rounds import federation
 

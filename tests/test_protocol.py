@@ -7,7 +7,9 @@ from fedbook.engines import FellBack, Processes, stacked, Traced
 from fedbook.method import FedAvg, LocalTraining, METHODS
 from fedbook.models import Net
 from fedbook.optim import SGD
-from fedbook.rounds import begin, client_view, one_by_one, run
+from fedbook.client import one_by_one
+from fedbook.federation import begin, client_view
+from fedbook.rounds import run
 from fedbook.tensors import flatten, leaves, tmap
 from test_rounds import federation, mlp, same
 

@@ -9,7 +9,9 @@ from fedbook.methods.talos import TaLoSProx
 from fedbook.models import build, lies_in, Net
 from fedbook.optim import AdamW
 from fedbook.method import LocalTraining
-from fedbook.rounds import begin, begin_client, client_view, run
+from fedbook.client import begin_client
+from fedbook.federation import begin, client_view
+from fedbook.rounds import run
 from fedbook.streams import stream
 from test_rounds import federation, mlp, same
 

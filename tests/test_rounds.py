@@ -10,7 +10,9 @@ from fedbook.method import batches, Client, FedAvg, LocalTraining, method, METHO
 from fedbook.methods.fedprox import FedProx
 from fedbook.models import Classifier, Net
 from fedbook.optim import AdamW, Cosine, SGD
-from fedbook.rounds import begin, client_view, FederatedData, Federation, one_by_one, one_round, Protocol, run, sample_clients
+from fedbook.client import one_by_one
+from fedbook.federation import begin, client_view, FederatedData, Federation, Protocol
+from fedbook.rounds import one_round, run, sample_clients
 from fedbook.streams import seeded
 from fedbook.tensors import flatten, gradient
 from fedbook.wire import encode
@@ -243,23 +245,23 @@ def test_refusals(bad):
 
 @pytest.mark.parametrize('buffers', ['average','local'])
 def test_clients_with_the_global_model_are_scored_together(buffers, monkeypatch):
-    from fedbook import rounds
+    from fedbook import evaluate
     fed = federation(module=mlp(bn=True), buffers=buffers)
     rows = run(fed)[1]
-    assert rounds.shared(fed)==(buffers=='average')
-    monkeypatch.setattr(rounds, 'shared', lambda fed: False)
+    assert evaluate.shared(fed)==(buffers=='average')
+    monkeypatch.setattr(evaluate, 'shared', lambda fed: False)
     assert run(fed)[1]==rows
 
 def test_means_of_segments():
-    from fedbook.rounds import means
+    from fedbook.evaluate import means
     values,parts = torch.rand(50),[np.array([3]), [0, 49, 0], range(5, 20)]
     assert means(values, parts)==pytest.approx([values[list(p)].mean().item() for p in parts])
 
 def test_bf16_where_the_processor_has_none_of_it_is_said(monkeypatch):
-    from fedbook import rounds
+    from fedbook import federation as federations
     fed = federation()
     for has,precision,said in ((False,'bf16',1), (True,'bf16',0), (False,'float32',0)):
-        monkeypatch.setattr(rounds, 'computes_bf16', lambda device: has)
+        monkeypatch.setattr(federations, 'computes_bf16', lambda device: has)
         with warnings.catch_warnings(record=True) as w:
             warnings.simplefilter('always'); replace(fed, local=replace(fed.local, precision=precision))
         assert len(w)==said and all('float32' in str(x.message) for x in w)
@@ -341,5 +343,5 @@ def test_what_is_not_finite_has_no_accuracy():
     fed = federation(rounds=1)
     state = run(fed)[0]
     state['server']['w'] = {k: torch.full_like(v, torch.nan) for k,v in state['server']['w'].items()}
-    from fedbook.rounds import evaluate, evaluate_personal
+    from fedbook.evaluate import evaluate, evaluate_personal
     for r in evaluate(fed, state, 1) + evaluate_personal(fed, state, 1): assert np.isnan(r[3]), r

@@ -5,7 +5,10 @@ import pytest, torch
 from fedbook import rounds
 from fedbook.engines import Processes, stacked, Traced
 from fedbook.method import FedAvg, METHODS, methods
-from fedbook.rounds import begin, difference, finite, form, one_by_one, outvoted, run, SetAside
+from fedbook.client import one_by_one
+from fedbook.federation import begin
+from fedbook.replies import difference, finite, form, outvoted, SetAside
+from fedbook.rounds import run
 from fedbook.tensors import flatten, nest
 from test_rounds import federation, fitting, mlp, same
 
@@ -34,8 +37,8 @@ def faulty(fault, when=1):
 
 def without(monkeypatch, when=1):
     "Let the bad client be away in that round"
-    is_default = rounds.taking_part
-    monkeypatch.setattr(rounds, 'taking_part', lambda fed, r: {i: n for i,n in is_default(fed, r).items() if i!=BAD or r!=when})
+    usual = rounds.taking_part
+    monkeypatch.setattr(rounds, 'taking_part', lambda fed, r: {i: n for i,n in usual(fed, r).items() if i!=BAD or r!=when})
 
 def both(m, monkeypatch, engine, **kw):
     fed = federation(m, module=mlp(blocks=True), per_round=4, **kw)

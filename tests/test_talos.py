@@ -10,7 +10,9 @@ from fedbook.methods.fedprox import FedProx
 from fedbook.methods.talos import calibrate, dense, lowest, Masked, per_sample, sensitivity, sparse, TaLoS, TaLoSProx
 from fedbook.models import build, Net
 from fedbook.optim import Adam, AdamW, SGD
-from fedbook.rounds import begin, begin_client, client_view, run
+from fedbook.client import begin_client
+from fedbook.federation import begin, client_view
+from fedbook.rounds import run
 from fedbook.streams import seeded
 from fedbook.tensors import gradient, tmap
 from fedbook.wire import nbytes
@@ -167,7 +169,7 @@ def test_the_released_mask_ignores_the_received_model_and_the_intended_one_does_
 
 def test_head_mode_trains_the_head_on_features_computed_once():
     from fedbook.experiments import federation as of, Setting
-    from fedbook.rounds import ready
+    from fedbook.federation import ready
     s = Setting('fashion_mnist_mini', model=dict(name='cnn_fedcspack_fmnist'), partition=dict(name='iid', n_clients=40), method=dict(name='talos', mode='head', kind='gradient'), protocol=dict(rounds=1, per_round=3))
     fed = of(s)
     assert set(fed.net.weights())=={'head.weight','head.bias'} and ready(fed).data.x.shape==(3600 + 400, 50)

@@ -74,7 +74,7 @@ def test_what_is_as_good_is_found_through_several_changes():
 
 def test_what_is_no_checkout_is_refused(tmp_path):
     with pytest.raises(Refused, match='is no checkout of fedbook'): compare(tmp_path, [dict(method='fedavg')])
-    broken = rewritten(older(tmp_path/'a'), 'rounds.py', 'import json, traceback, warnings\n', 'import jsom, traceback, warnings\n')
+    broken = rewritten(older(tmp_path/'a'), 'rounds.py', 'import json\n', 'import jsom\n')
     with pytest.raises(Refused, match="cannot be run: ModuleNotFoundError: No module named 'jsom'"): answers(broken, ['fedavg'])
 
 def test_what_is_noted_is_code_that_was():

@@ -10,7 +10,7 @@ __all__ = ['DIFFERENCES', 'ALGORITHMS', 'CHOSEN', 'NATURAL', 'comparison_setting
 from ..errors import choose
 from ..experiments import Setting
 from ..method import method
-from ..rounds import is_default
+from ..method import is_default
 
 # %% ../../nbs/02_methods/40_chapter_fedcspack.ipynb #5d0b2699
 DIFFERENCES = [ # what, the paper says, the released code does, fedbook does
