@@ -4,10 +4,10 @@
 
 # %% auto #0
 __all__ = ['OFTEN', 'CACHE', 'SEVERAL', 'NO_GPU', 'ONLY_GPU', 'TEAMS', 'ENGINES', 'BUDGET', 'SHORT', 'LONG', 'CHOICES', 'Group',
-           'step_groups', 'in_chunks', 'steps', 'augmented', 'train', 'train_stack', 'stackable', 'worth_a_trace',
-           'common', 'local_step_of', 'replies_of', 'follow', 'FellBack', 'out_of_memory', 'Traced', 'views', 'give_up',
-           'halve', 'stacked', 'graphs', 'cores', 'Processes', 'team_of', 'disband', 'engine', 'used', 'possible',
-           'trial', 'round_seconds', 'measure', 'local_steps', 'kind', 'choice']
+           'step_groups', 'in_chunks', 'steps', 'augmented', 'train', 'train_stack', 'train_phase', 'stacked_phase',
+           'stackable', 'worth_a_trace', 'common', 'local_step_of', 'replies_of', 'follow', 'FellBack', 'out_of_memory',
+           'Traced', 'views', 'give_up', 'halve', 'stacked', 'graphs', 'cores', 'Processes', 'team_of', 'disband',
+           'engine', 'used', 'possible', 'trial', 'round_seconds', 'measure', 'local_steps', 'kind', 'choice']
 
 # %% ../nbs/01_foundations/38_engines.ipynb #dd562e60
 from collections import Counter
@@ -17,12 +17,12 @@ import json, os, platform, time, warnings, weakref
 import numpy as np, torch
 from .errors import choose, Refused, require
 from .files import data_dir, fingerprint, writing
+from .client import attempted, begin_client, draws, end_client, in_phase, one_by_one, trainable
+from .federation import begin, client_views, FederatedData, Federation, PER_CLIENT, PREPARED_BYTES, ready
 from .memory import grouped, kind as kind_of, recalled
-from .method import Client, batch_bounds, FedAvg, LocalTraining, epoch_orders
+from .method import batch_bounds, Client, epoch_orders, FedAvg, LocalTraining, segments, work_of
 from .models import Net
-from .client import begin_client, draws, end_client, one_by_one
-from .federation import begin, client_views, FederatedData, Federation, PER_CLIENT, PREPARED_BYTES, ready, sample_bytes
-from .tensors import unstack, channels_last, clone, flatten, stack, Unlike
+from .tensors import channels_last, clone, flatten, stack, Unlike, unstack
 from .trace import Bound, bring_back, ready_to_trace, recording, Step
 from .workers import Team
 
@@ -33,23 +33,22 @@ class Group:
     scale: float # Of the learning rate
     rows: list # Their places in the stack
     samples: np.ndarray # For each, positions of its batch in the training samples, [rows, b]
-    phase: object = None # Of the method
 
 # %% ../nbs/01_foundations/38_engines.ipynb #73f42732
 def step_groups(
     cs:list, # The clients, those with most steps first
-    method:FedAvg=FedAvg(), # Whose phases tell which steps are alike
+    epochs:list, # Which of their local epochs
 ) -> list[Group]: # In the order of time
-    "All steps of all clients in a round"
+    "The steps of all clients in some local epochs"
     groups = {}
     for n,rows in groupby(range(len(cs)), lambda j: len(cs[j].own)):
         rows = list(rows); one = cs[rows[0]]
         every = np.stack([cs[j].own.cpu().numpy()[epoch_orders(cs[j])] for j in rows])
         for t,(e,a,z,scale) in enumerate(batch_bounds(n, one.local, one.round, bool(one.buffers))):
-            phase = method.phase(e, one.round)
-            g = groups.setdefault((t, a-z, scale, repr(phase)), ([], [], phase))
+            if e not in epochs: continue
+            g = groups.setdefault((t, a-z, scale), ([], []))
             g[0].extend(rows); g[1].append(every[:,e,a:z])
-    return [Group(k[2], rows, np.concatenate(samples), phase) for k,(rows,samples,phase) in sorted(groups.items(), key=lambda g: g[0])]
+    return [Group(k[2], rows, np.concatenate(samples)) for k,(rows,samples) in sorted(groups.items(), key=lambda g: g[0])]
 
 # %% ../nbs/01_foundations/38_engines.ipynb #ce93049b
 def in_chunks(
@@ -66,23 +65,29 @@ def in_chunks(
 
 # %% ../nbs/01_foundations/38_engines.ipynb #60ac313c
 def steps(
-    d:FederatedData, # What the clients hold
+    c:Client, # One of the clients; they share their samples
     groups:list[Group], # In the order of time
     streams:list, # Per client, the stream its training draws from
-): # Yields (rows, x [rows, b, …], y [rows, b, …], scale, phase)
+): # Yields (rows, x [rows, b, …], y [rows, b, …], scale)
     "The batches of all steps, ready for the network"
-    for chunk in in_chunks(groups, PREPARED_BYTES//sample_bytes(d)):
-        every = torch.from_numpy(np.concatenate([g.samples.ravel() for g in chunk])).to(d.x.device)
-        x,y = d.x.index_select(0, every),d.y.index_select(0, every)
-        if not d.augment: x = channels_last(d.prepare(x))
+    X,Y = c.samples
+    for chunk in in_chunks(groups, PREPARED_BYTES//c.prepare(X[:1]).nbytes):
+        every = torch.from_numpy(np.concatenate([g.samples.ravel() for g in chunk])).to(X.device)
+        x,y = X.index_select(0, every),Y.index_select(0, every)
+        if not c.augment: x = channels_last(c.prepare(x))
         sizes = [g.samples.size for g in chunk]
         for g,xs,ys in zip(chunk, x.split(sizes), y.split(sizes)):
-            if d.augment: xs = channels_last(d.prepare(torch.cat([augmented(d, b, streams[j]) for j,b in zip(g.rows, xs.split(g.samples.shape[1]))])))
-            yield g.rows, xs.view(*g.samples.shape, *xs.shape[1:]), ys.view(*g.samples.shape, *ys.shape[1:]), g.scale, g.phase
+            if c.augment: xs,ys = augmented(c, g, xs, ys, streams)
+            yield g.rows, xs.view(*g.samples.shape, *xs.shape[1:]), ys.view(*g.samples.shape, *ys.shape[1:]), g.scale
 
 # %% ../nbs/01_foundations/38_engines.ipynb #4183ffac
-def augmented(d, x, stream):
-    with stream: return d.augment(x)
+def augmented(c, g, x, y, streams):
+    "The batches of a group's clients, each changed by its own draws"
+    def changed(stream, x, y):
+        with stream: return c.augment(x, y)
+    b = g.samples.shape[1]
+    xs,ys = zip(*(changed(streams[j], *batch) for j,*batch in zip(g.rows, x.split(b), y.split(b))))
+    return channels_last(c.prepare(torch.cat(xs))),torch.cat(ys)
 
 # %% ../nbs/01_foundations/38_engines.ipynb #78be95b2
 def train(
@@ -104,13 +109,33 @@ def train_stack(pairs, ws, record):
     order = sorted(range(len(pairs)), key=lambda j: -len(pairs[j][1].own))
     pairs,ws = [pairs[j] for j in order],[ws[j] for j in order]
     (fed,_),cs = pairs[0],[c for _,c in pairs]
-    groups = step_groups(cs, fed.method)
-    carry = tuple(clone(stack(trees)) for trees in (ws, [f.method.init(w, c) for w,(f,c) in zip(ws, pairs)], [c.buffers for c in cs]))
     given = stack([stackable(c.message, fed.method.ragged) for c in cs]),stack([c.memory for c in cs])
-    streams = [draws(f, c, 'train') for f,c in pairs]
-    losses = follow(fed, Bound(local_step_of(fed.method, fed.local, fed.net), carry, given, streams, worth_a_trace(fed, groups), record), groups, streams)
-    replies = replies_of(pairs, carry, losses)
+    w,buffers = (clone(stack(trees)) for trees in (ws, [c.buffers for c in cs]))
+    streams,losses = [draws(f, c, 'train') for f,c in pairs],[]
+    for phase,epochs in segments(cs[0]):
+        w,s,some = train_phase(fed, cs, phase, epochs, (w, buffers), given, streams, record)
+        losses.append(some)
+    replies = replies_of(pairs, (w, s, buffers), [torch.cat(each) for each in zip(*losses)])
     return [replies[order.index(j)] for j in range(len(cs))]
+
+# %% ../nbs/01_foundations/38_engines.ipynb #d81b82ba
+def train_phase(fed, cs, phase, epochs, carry, given, streams, record):
+    "One phase of the stacked clients: their weights and optimisers after it, and the losses of each one's steps"
+    (w,buffers),method = carry,fed.method
+    now,(mine,whole) = stacked_phase(method, cs, phase, w),trainable(method, phase, w)
+    s = clone(stack([method.init(v, c) for v,c in zip(unstack(mine, len(cs)), now)]))
+    groups,step = step_groups(now, epochs),local_step_of(method, now[0].local, now[0].net)
+    bound = Bound(step, (mine, s, buffers), (*given, whole), streams, worth_a_trace(fed, groups), record, phase)
+    losses = follow(now[0], bound, groups, streams)
+    return {**whole, **mine},s,losses
+
+def stacked_phase(method, cs, phase, w):
+    "The clients as the steps of a phase see them; those that see features hold each other's, too"
+    now = [in_phase(method, c, phase, v) for c,v in zip(cs, unstack(w, len(cs)))]
+    if now[0] is cs[0]: return now
+    x,y = (torch.cat(ts) for ts in zip(*(c.samples for c in now)))
+    starts = np.cumsum([0, *(len(c.own) for c in now)])
+    return [replace(c, samples=(x, y), own=c.own+int(a)) for c,a in zip(now, starts)]
 
 # %% ../nbs/01_foundations/38_engines.ipynb #da55852b
 def stackable(message:dict, ragged:tuple) -> dict: return {k: v for k,v in message.items() if k not in ragged} # what can lie side by side
@@ -130,7 +155,7 @@ def common(fed:Federation) -> Counter: # Size of batch to steps
     if 'common' not in vars(fed):
         share,steps = fed.protocol.rounds*fed.protocol.per_round/len(fed.data.clients),Counter()
         for n,clients in Counter(map(len, fed.data.clients)).items():
-            for _,a,z,_ in batch_bounds(n, fed.local, 0, bool(fed.net.buffers())): steps[z-a] += clients*share
+            for _,a,z,_ in batch_bounds(n, work_of(fed.method, fed.local, 0)[0], 0, bool(fed.net.buffers())): steps[z-a] += clients*share
         fed.common = steps
     return fed.common
 
@@ -149,9 +174,9 @@ def replies_of(pairs, carry, losses):
     return [end_client(fed, c, *last) for (fed,c),*last in zip(pairs, w, s, losses)]
 
 # %% ../nbs/01_foundations/38_engines.ipynb #813789e9
-def follow(fed, bound, groups, streams):
-    "Take the steps of a timetable and bring the stack back; the losses of each client's steps"
-    losses = [bound(*step) for step in steps(fed.data, groups, streams)]
+def follow(c, bound, groups, streams):
+    "Take the steps of some groups and bring the stack back; the losses of each client's steps"
+    losses = [bound(*step) for step in steps(c, groups, streams)]
     bring_back(bound)
     rows = np.concatenate([g.rows for g in groups])
     return torch.cat(losses)[np.argsort(rows, kind='stable')].cpu().split(np.bincount(rows).tolist())
@@ -172,11 +197,12 @@ class Traced:
     record: callable = None # How steps are recorded on a GPU; `None`: not at all
     obstacle: str = '' # Why it goes one by one
 
-    def __call__(self, fed:Federation, state:dict, ids:list, r:int) -> list: # Replies in the order of `ids`
-        return self.together([(fed, state, ids, r)])[0]
+    def __call__(self, fed:Federation, state:dict, ids:list, r:int, work=attempted) -> list: # Answers in the order of `ids`
+        return self.together([(fed, state, ids, r, work)])[0]
 
     def together(self, asked:list) -> list: # Per question of runs that are alike but for their seeds, its answer
-        (fed,state,*_),todo,replies = asked[0],[(f, s, i, r) for f,s,ids,r in asked for i in ids],[]
+        (fed,state,*_,work),todo,replies = asked[0],[(f, s, i, r) for f,s,ids,r,_ in asked for i in ids],[]
+        if work is not attempted: return [one_by_one(*a) for a in asked] # only training is stacked
         each,processor = sum(t.nbytes for t in flatten(state['server']['w']).values()),fed.data.x.device.type=='cpu'
         large = processor and each*len(todo) > SEVERAL
         if len(asked) > 1 and (large or any(f.data.x is not fed.data.x for f,*_ in asked)): return [self(*a) for a in asked] # samples are picked from one tensor
@@ -190,7 +216,7 @@ class Traced:
                 else: halve(self, len(some)//2)
         if self.obstacle: return [one_by_one(*a) for a in asked]
         rest = iter(replies)
-        return [[next(rest) for _ in ids] for _,_,ids,_ in asked]
+        return [[next(rest) for _ in ids] for _,_,ids,*_ in asked]
 
 # %% ../nbs/01_foundations/38_engines.ipynb #e1daa6a4
 def views(asked:list) -> list: # Pairs of a run and what a client sees
@@ -227,13 +253,13 @@ class Processes:
     workers: int = None # `None`: as many as there are `cores`
     engine: callable = one_by_one # What a worker does with a client
 
-    def __call__(self, fed:Federation, state:dict, ids:list, r:int) -> list: # Replies in the order of `ids`
+    def __call__(self, fed:Federation, state:dict, ids:list, r:int, work=attempted) -> list: # Answers in the order of `ids`
         require(fed.data.x.device.type=='cpu', NO_GPU)
         names = [str(i) for i in ids]
         own = {k: {c: kept for c,kept in zip(names, recalled(state[k], names)) if kept is not None} for k in PER_CLIENT}
         longest = sorted(ids, key=lambda i: -len(fed.data.clients[i]))
         team = team_of(fed, self.workers or cores(), self.engine)
-        replies = dict(zip(longest, team.map((dict(state, **own), r), longest)))
+        replies = dict(zip(longest, team.map((dict(state, **own), r, work), longest)))
         return [replies[i] for i in ids]
 
 # %% ../nbs/01_foundations/38_engines.ipynb #94768272
@@ -245,7 +271,7 @@ def team_of(fed, workers, engine) -> Team:
     if key not in TEAMS or not TEAMS[key].workers:
         run = weakref.ref(fed)
         if isinstance(engine, Traced): ready_to_trace()
-        TEAMS[key] = Team(lambda shared, i: engine(run(), shared[0], [i], shared[1])[0], workers)
+        TEAMS[key] = Team(lambda shared, i: engine(run(), shared[0], [i], *shared[1:])[0], workers)
         weakref.finalize(fed, disband, key)
     return TEAMS[key]
 
@@ -320,7 +346,7 @@ def measure(
     "Try engines on a few steps"
     fed,start = ready(fed),time.perf_counter()
     one = trial(fed, 1)
-    step = round_seconds(one_by_one, one)/len(batch_bounds(len(one.data.clients[0]), one.local, 0, bool(one.net.buffers())))
+    step = round_seconds(one_by_one, one)/len(batch_bounds(len(one.data.clients[0]), work_of(one.method, one.local, 0)[0], 0, bool(one.net.buffers())))
     if step > LONG or step*local_steps(fed) < SHORT: return dict(one_by_one=step)
     small,times = trial(fed),dict(one_by_one=step)
     steps = local_steps(small)/small.protocol.rounds
@@ -333,7 +359,7 @@ def local_steps(
     fed:Federation, # A run
 ) -> float: # Expected over the sampling of clients
     "The local steps of a whole run"
-    d,l = fed.data,fed.local
+    d,(l,_) = fed.data,work_of(fed.method, fed.local, 0)
     trained = fed.method.opening*len(d.clients) + fed.protocol.rounds*fed.protocol.per_round # times that a client trains
     return trained*l.epochs*sum(-(-len(c)//l.batch_size) for c in d.clients)/len(d.clients)
 

@@ -31,6 +31,7 @@ from .rounds import rounds_of, run_in_lockstep
 from .settings import check_names, Checked, make, setting
 from .sources import Sources
 from .streams import stream
+from .tasks import TASKS
 
 # %% ../nbs/01_foundations/50_experiments.ipynb #4b9c748d
 @dataclass(frozen=True)
@@ -61,11 +62,14 @@ class Setting(Checked):
 def local(
     optimiser:dict=dict(name='sgd'), # An optimiser's name and settings
     schedule:dict=dict(name='constant'), # A schedule's name and settings
+    task:dict=dict(name='classification'), # A task's name and settings
+    label_smoothing:float=0., # The task's, for short
     **settings, # The other fields of `LocalTraining`
 ) -> LocalTraining: # How clients train
     "`LocalTraining` from plain settings"
     check_names('local training', settings, list(LocalTraining.__dataclass_fields__))
-    return LocalTraining(optimiser=make(OPTIMISERS, 'optimiser', **optimiser), schedule=make(SCHEDULES, 'schedule', **schedule), **settings)
+    task = dict(task, label_smoothing=label_smoothing) if label_smoothing else task
+    return LocalTraining(task=make(TASKS, 'task', **task), optimiser=make(OPTIMISERS, 'optimiser', **optimiser), schedule=make(SCHEDULES, 'schedule', **schedule), **settings)
 
 # %% ../nbs/01_foundations/50_experiments.ipynb #0fef6355
 def protocol(

@@ -34,6 +34,15 @@ class Classifier(nn.Module):
 
     def forward(self, x): return self.head(self.body(x))
 
+    @classmethod
+    def of(cls, module:nn.Module, head:str, name:str='') -> 'Classifier':
+        "A module of one's own, cut before its last layer, which has the name `head`; raises `Refused` for a name that it lacks"
+        choose(head, [k for k,_ in module.named_modules() if k], 'part of the model')
+        body = deepcopy(module)
+        last = body.get_submodule(head)
+        body.set_submodule(head, nn.Identity())
+        return cls(body, last, name or type(module).__name__)
+
     @property
     def n_features(self) -> int|None: # $d$, `None` where the head has no linear layer
         return next((m.in_features for m in self.head.modules() if isinstance(m, nn.Linear)), None)
@@ -253,7 +262,8 @@ class Net:
         for f in self.frozen: choose(f, [*modules, *params, *buffers], 'part of the model')
         self._weights = {k: v for k,v in params.items() if not lies_in(k, self.frozen)}
         self._buffers = {k: v for k,v in buffers.items() if not lies_in(k, self.frozen)}
-        self.moving = [m for k,m in modules.items() if not lies_in(k, self.frozen)]
+        self.moving = [(k, m) for k,m in modules.items() if not lies_in(k, self.frozen)]
+        self.mode = False # Which parts are in training mode: all, none, or those of some names
         names = {id(t): k for k,t in (self._weights | self._buffers).items()}
         slots = [(names[id(t)], d, k, t) for m in modules.values() for d in (m._parameters, m._buffers) for k,t in d.items() if id(t) in names]
         self._slots = {part: [s for s in slots if s[0].startswith(part)] for part in ('','body.','head.')}
@@ -271,9 +281,16 @@ class Net:
         still = [f for f in names if not lies_in(f, self.frozen)]
         return Net(self.module, (*self.frozen, *still), next(self.module.parameters()).device) if still else self
 
+    def at(self, w:dict, buffers:dict={}) -> 'Net': # Names that the module lacks do no harm
+        "The same network with other fresh weights, for what begins there"
+        module = deepcopy(self.module); known = module.state_dict()
+        module.load_state_dict({k: {**w, **buffers}.get(k, v) for k,v in known.items()})
+        return Net(module, self.frozen, next(module.parameters()).device)
+
     def _lend(self, part, module, w, buffers, x, train):
-        if train != self.module.training:
-            for m in self.moving: m.training = train
+        if train != self.mode:
+            for k,m in self.moving: m.training = lies_in(k, train) if isinstance(train, tuple) else train
+            self.mode = train
         given = {**w, **buffers}
         try:
             for name,d,k,_ in self._slots[part]: d[k] = given[name]
@@ -281,15 +298,15 @@ class Net:
         finally:
             for _,d,k,own in self._slots[part]: d[k] = own
 
-    def logits(self, w:dict, buffers:dict, x:Tensor, train:bool=False) -> Tensor: # [b, classes]
-        "The model at weights `w`; with `train` dropout is on and BatchNorm updates `buffers` in place"
+    def logits(self, w:dict, buffers:dict, x:Tensor, train:bool|tuple=False) -> Tensor: # [b, classes]
+        "The model at weights `w`; with `train`, or in the parts that it names, dropout is on and BatchNorm updates `buffers` in place"
         return self._lend('', self.module, w, buffers, x, train)
 
-    def features(self, w:dict, buffers:dict, x:Tensor, train:bool=False) -> Tensor: # [b, d]
+    def features(self, w:dict, buffers:dict, x:Tensor, train:bool|tuple=False) -> Tensor: # [b, d]
         "What the head sees"
         return self._lend('body.', self.module.body, w, buffers, x, train)
 
-    def head(self, w:dict, z:Tensor, train:bool=False) -> Tensor: # [b, classes]
+    def head(self, w:dict, z:Tensor, train:bool|tuple=False) -> Tensor: # [b, classes]
         "The logits of features `z`"
         return self._lend('head.', self.module.head, w, {}, z, train)
 

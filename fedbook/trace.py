@@ -27,7 +27,7 @@ aten = torch.ops.aten
 # %% ../nbs/01_foundations/36_trace.ipynb #203cd73d
 class Unseen(LookupError): "A step looked at what differs between the clients or rounds that share it"
 
-SEEN = 'net','local','message','memory','buffers','phase'
+SEEN = 'net','local','message','memory','buffers','phase','trains'
 HIDDEN = {f.name for f in fields(Client)} - set(SEEN)
 
 class Shared(Client):
@@ -41,15 +41,15 @@ def flat_step(
     method:FedAvg, # What is computed
     local:LocalTraining, # How clients train
     net:Net, # With which network
-    spec, # How flat tensors make the trees ((w, s, buffers), (message, memory))
+    spec, # How flat tensors make the trees ((w, s, buffers), (message, memory, whole))
     phase=None, # Of the method
 ): # From tensors and x, y, scale to new w and s and the loss; buffers change in place
     "One local step of one client, from a list of tensors to a list of tensors"
     def step(*flat):
         *flat,x,y,scale = flat
-        (w,s,buffers),(message,memory) = tree_unflatten(flat, spec)
-        c = Shared(net, local, None, None, None, None, None, message, memory, buffers, phase=phase)
-        w,s,loss = local_step(method, c, w, s, dict(x=x, y=y), scale)
+        (w,s,buffers),(message,memory,whole) = tree_unflatten(flat, spec)
+        c = Shared(net, local, None, None, None, None, None, message, memory, buffers, phase=phase, trains=method.trains(phase))
+        w,s,loss = local_step(method, c, w, s, dict(x=x, y=y), scale, whole)
         return tree_flatten((w, s))[0] + [loss]
     return step
 
@@ -282,29 +282,30 @@ class Bound:
     def __init__(self,
         step:Step, # The step
         carry:tuple, # (w, optimiser state, buffers), each leaf [clients, …]; they change in place
-        given:tuple, # (message, memory), each leaf [clients, …]
+        given:tuple, # (message, memory, all weights where only some train), each leaf [clients, …]
         streams:list, # Per client, the stream that its training draws from
         worth:set, # Pairs of a number of clients and a size of batch: the shapes to be traced
         record=None, # `recording`, or `None` to launch one operation after the other
+        phase=None, # Of the method
     ):
-        self.step,self.streams,self.clients,self.worth,self.record = step,streams,len(streams),worth,record
+        self.step,self.streams,self.clients,self.worth,self.record,self.phase = step,streams,len(streams),worth,record,phase
         self.flat,self.spec = tree_flatten((carry, given))
         self.changing = len(tree_flatten(carry)[0])
-        kind = self.spec,tuple((t.shape, t.stride(), t.dtype) for t in self.flat)
+        kind = phase,self.spec,tuple((t.shape, t.stride(), t.dtype) for t in self.flat)
         self.kind = step.kinds.setdefault(kind, len(step.kinds))
         self.own = self.flat
         if record: self.flat = placed(step.places, self.kind, self.flat)
 
-    def __call__(self, rows:list, x:Tensor, y:Tensor, scale:float, phase=None) -> Tensor: # Their losses, [rows]
+    def __call__(self, rows:list, x:Tensor, y:Tensor, scale:float) -> Tensor: # Their losses, [rows]
         "One step of the clients `rows` (ascending) on batches x [rows, b, …] and y [rows, b, …]"
-        self.phase,(n,b) = phase,y.shape[:2]
+        n,b = y.shape[:2]
         if n > 1 and (n,b) in self.worth: return together(self, rows, x, y, scale)
         return torch.stack([alone(self, j, x[i], y[i], scale) for i,j in enumerate(rows)])
 
 # %% ../nbs/01_foundations/36_trace.ipynb #4edff8ba
 def list_for(bound, n, flat, x, y):
     "The list for these shapes, made when they come for the first time"
-    key,lists = (n, flat is bound.flat, x.shape, x.stride(), bound.kind, bound.phase),bound.step.lists
+    key,lists = (n, flat is bound.flat, x.shape, x.stride(), bound.kind),bound.step.lists
     if key not in lists: lists[key] = finished(bound.step, n, bound.spec, *flat, x, y, number(1., x.device), phase=bound.phase)
     return lists[key]
 

@@ -16,6 +16,7 @@ from fedbook.methods.fedspu import active, cut, FedSPU, masks
 from fedbook.methods.localonly import LocalOnly
 from fedbook.methods.moon import contrast, MOON
 from fedbook.models import build, Classifier, Net, part
+from fedbook.tasks import Task
 from fedbook.optim import SGD
 from fedbook.client import begin_client, one_by_one
 from fedbook.federation import begin, client_view, Federation
@@ -70,7 +71,7 @@ def test_fednova_with_a_proximal_term_reaches_what_one_client_would_on_linear_lo
     norms = [accumulation(SGD(lr), [1.]*n, mu) for n in steps]
     for n,a in zip(steps, norms): assert change(n)/a==pytest.approx(-lr)
     zero = dict(w=torch.zeros((), dtype=torch.float64))
-    state = m.aggregate(m.server(zero), [dict(w=dict(w=torch.tensor(change(n), dtype=torch.float64)), a=torch.tensor(a, dtype=torch.float64)) for n,a in zip(steps, norms)], [1,1,1])
+    state = m.aggregate(m.server(zero, 1), [dict(w=dict(w=torch.tensor(change(n), dtype=torch.float64)), a=torch.tensor(a, dtype=torch.float64)) for n,a in zip(steps, norms)], [1,1,1])
     assert state['w']['w'].item()==pytest.approx(-lr*sum(norms)/3)
 
 def test_fednova_with_equal_steps_is_fedavg():
@@ -122,7 +123,7 @@ def test_moon_s_projection_trains_on_a_frozen_body():
 def test_moon_refuses_what_has_no_place_for_a_projection(module):
     with pytest.raises(Refused, match='MOON puts a projection between body and head; it needs a Classifier whose head has a linear layer'): federation(MOON(), module=module)
 
-@pytest.mark.parametrize('local', [LocalTraining(2, 4, SGD(.1, .9, 1e-3)), LocalTraining(1, 4, SGD(.1), label_smoothing=.1, precision='bf16')])
+@pytest.mark.parametrize('local', [LocalTraining(2, 4, SGD(.1, .9, 1e-3)), LocalTraining(1, 4, SGD(.1), task=Task(label_smoothing=.1), precision='bf16')])
 def test_moon_without_its_term_is_fedavg_to_the_bit_with_draws_and_buffers(local):
     "One pass: dropout is drawn once, and BatchNorm's statistics move once"
     with warnings.catch_warnings():
@@ -248,13 +249,13 @@ def test_fedspu_means_all_who_sent_a_weight_whatever_their_order():
     m,w = FedSPU(),{'a.weight': torch.zeros(2, 1), 'head.weight': torch.zeros(1, 2)}
     def sent(v, *on): return cut({k: torch.full_like(t, v) for k,t in w.items()}, {'a.weight': torch.tensor([j in on for j in range(2)])})
     for part in ([0, 1], [1, 0]):
-        got = m.aggregate(m.server(w), [(sent(1., 0, 1), sent(3., 0))[j] for j in part], [(3, 1)[j] for j in part])
+        got = m.aggregate(m.server(w, 1), [(sent(1., 0, 1), sent(3., 0))[j] for j in part], [(3, 1)[j] for j in part])
         assert got['w']['a.weight'].tolist()==[[1.5],[1.]] and got['w']['head.weight'].tolist()==[[1.5, 1.]]
-    assert m.aggregate(state := m.server(w), [sent(3., 0)], [1])['w']['a.weight'].tolist()==[[3.],[0.]] and state['w']['a.weight'].tolist()==[[0.],[0.]]
+    assert m.aggregate(state := m.server(w, 1), [sent(3., 0)], [1])['w']['a.weight'].tolist()==[[3.],[0.]] and state['w']['a.weight'].tolist()==[[0.],[0.]]
 
 def test_fedspu_does_not_merge_neurons_that_the_network_has_not():
     m,w = FedSPU(),{'a.weight': torch.zeros(2, 1), 'head.weight': torch.zeros(1, 2)}
-    state,good = m.server(w),cut(w, {'a.weight': torch.tensor([True, False])})
+    state,good = m.server(w, 1),cut(w, {'a.weight': torch.tensor([True, False])})
     assert not m.flaw(state, good)
     for bad in ({}, {'a.weight': torch.tensor([True])}, {'b.weight': torch.tensor([True, False])}): assert m.flaw(state, dict(good, neurons=bad))=='its neurons are not those of the network'
     assert m.flaw(state, dict(good, neurons={'a.weight': torch.tensor([True, True])}))=="it holds [1] values of 'a.weight' for 2"
@@ -402,18 +403,17 @@ def test_clients_that_are_alike_share_heads_by_their_samples():
 
 def test_fedpac_trains_the_head_first_and_then_only_the_body():
     fed = whole(FedPAC(), rounds=1, per_round=4, local=LocalTraining(1, 4, SGD(.1, .9, .01)))
-    state = begin(fed); c = client_view(fed, state, 2, 0)
-    w = begin_client(fed, c); w0 = state['server']['w']
-    assert all(torch.equal(w[k], w0[k])==(not k.startswith('head')) for k in w)
-    m = one_by_one(fed, state, [2], 0)[0]['message']
-    assert all(torch.equal(m['w'][k], w[k])==k.startswith('head') for k in w)
+    state = begin(fed); w0 = state['server']['w']
+    def after(phases): m = replace(fed, method=type('Some', (FedPAC,), dict(phases=lambda self, epochs, round: phases))()); return one_by_one(m, state, [2], 0)[0]['message']['w']
+    head,both = after(('head',)),after(('head','body'))
+    assert all(torch.equal(head[k], w0[k])==(not k.startswith('head')) and torch.equal(head[k], both[k])==k.startswith('head') for k in w0)
 
 def test_fedpac_pulls_classes_to_their_prototypes_or_to_the_client_s_own():
     fed = whole(FedPAC(lam=3.), sizes=(20,), per_round=1, rounds=1, local=LocalTraining(1, 100, SGD(.1)))
     def after(**extra): state = begin(fed); state['server'].update(extra); return one_by_one(fed, state, [0], 0)[0]['message']['w'],client_view(fed, state, 0, 0)
     p,known = torch.linspace(-1, 1, 24).view(3, 8),torch.tensor([True,False,True])
     (a,c),(b,_) = after(prototypes=p, known=known),after()
-    w = begin_client(fed, c)
+    w = {k: b[k] if k.startswith('head') else v for k,v in begin_client(fed, c).items()} # after the head's epoch
     goal = torch.where(known[:,None], p, class_means(c.net.features(c.message['w'], {}, c.x), c.y, 3)[0])
     def pull(w): return F.mse_loss(c.net.features(w, {}, c.x), goal[c.y])
     g,_ = gradient(pull, w)
@@ -431,11 +431,10 @@ def test_fedpac_gives_each_client_its_own_head_and_scores_it():
 
 def test_fedpac_trains_the_head_with_momentum_and_decay_of_its_own():
     fed = whole(FedPAC(), sizes=(20,), per_round=1, local=LocalTraining(1, 8, SGD(.3)))
-    c = client_view(fed, begin(fed), 0, 0); w = begin_client(fed, c)
+    c = client_view(fed, begin(fed), 0, 0); w = one_by_one(fed, begin(fed), [0], 0)[0]['message']['w']
     head = torch.nn.Linear(8, 3); head.load_state_dict({k[5:]: v for k,v in c.message['w'].items() if k.startswith('head')})
     opt = torch.optim.SGD(head.parameters(), .1, .5, weight_decay=5e-4)
-    with seeded(0, 'start', 0, 0): order = torch.randperm(20)
-    for i in order.split(8): opt.zero_grad(); F.cross_entropy(head(c.net.features(w, {}, c.x[i])), c.y[i]).backward(); opt.step()
+    for i,_ in batch_indices(c, [0]): opt.zero_grad(); F.cross_entropy(head(c.net.features(c.message['w'], {}, c.x[i])), c.y[i]).backward(); opt.step()
     torch.testing.assert_close(w['head.weight'], head.weight.detach())
 
 def test_local_training_is_fedavg_with_one_client_and_sends_nothing():

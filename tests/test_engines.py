@@ -9,6 +9,7 @@ from fedbook.engines import ENGINES, FellBack, Processes, stacked, step_groups, 
 from fedbook.errors import Refused
 from fedbook.method import Client, FedAvg, LocalTraining, METHODS, methods
 from fedbook.models import build, Classifier, Net
+from fedbook.tasks import Task
 from fedbook.optim import Adam, AdamW, Cosine, SGD
 from fedbook.federation import begin, client_view, ready
 from fedbook.rounds import run
@@ -46,7 +47,7 @@ def normed():
     with seeded(0, 'test model'): return with_blocks(True, nn.Linear(6, 8, bias=False), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
 
 LOCALS = dict(sgd=LocalTraining(2, 4, SGD(.1, .9, 1e-3)), plain=LocalTraining(3, 4, SGD(.1), Cosine(per='epoch', period=3)), adamw=LocalTraining(2, 5, AdamW(.01), Cosine(per='batch', period=5)),
-              adam=LocalTraining(1, 4, Adam(.01)), whole=LocalTraining(1, 100, SGD(.1), label_smoothing=.1))
+              adam=LocalTraining(1, 4, Adam(.01)), whole=LocalTraining(1, 100, SGD(.1), task=Task(label_smoothing=.1)))
 MODULES = dict(plain=lambda: mlp(blocks=True), batchnorm=normed, dropout=lambda: mlp(dropout=.4, blocks=True))
 def imitation(run):
     "Stands in for a recording: what `run` works on stays where it is, and its result is overwritten"
@@ -186,7 +187,7 @@ def test_convolutions_and_attention(name, settings, engine):
 
 @pytest.mark.parametrize('engine', [Traced, stacked, lambda: Processes(2)])
 def test_augmentation_draws_from_each_client_s_own_stream(engine):
-    fed = precise(federation(module=mlp(dropout=.4))); fed.data.augment = lambda x: x + torch.randn_like(x)
+    fed = precise(federation(module=mlp(dropout=.4))); fed.data.augment = lambda x, y: (x + torch.randn_like(x), y)
     assert distance(run(fed)[0], run(fed, engine=engine())[0]) < 1e-10
 
 def test_bf16_is_near_float32_and_the_same_in_every_engine():
@@ -200,7 +201,7 @@ def test_bf16_is_near_float32_and_the_same_in_every_engine():
 def test_groups_of_a_timetable():
     fed = federation(sizes=(7,12,20,5), local=LocalTraining(2, 4))
     cs = [client_view(fed, begin(fed), i, 0) for i in (2, 1, 0, 3)]
-    groups = step_groups(cs)
+    groups = step_groups(cs, [0, 1])
     for j,c in enumerate(cs):
         own = np.concatenate([g.samples[g.rows.index(j)] for g in groups if j in g.rows])
         assert sorted(own)==sorted(2*list(c.own.numpy()))
@@ -271,7 +272,7 @@ def images(frozen=(), **settings):
 def test_a_frozen_body_computes_its_features_once(engine, monkeypatch):
     calls,fed = [],images('body')
     features = Net.features
-    lazy = replace(fed, data=replace(fed.data, augment=lambda x: x)) # what is augmented is not made ready
+    lazy = replace(fed, data=replace(fed.data, augment=lambda x, y: (x, y))) # what is augmented is not made ready
     assert ready(lazy) is lazy
     a,b = run(lazy),run(fed, engine=engines.engine(engine))
     assert distance(a[0], b[0]) < 1e-5 and [r[:3] for r in a[1]]==[r[:3] for r in b[1]]

@@ -75,7 +75,7 @@ def test_everybody_sending_everything_with_equal_weights_is_the_plain_mean():
 def dyadic(kind):
     "A method whose models are multiples of 2⁻¹², so that sums and halves are exact and an order of sums cannot matter"
     def coarse(w): return tmap(lambda t: (4096*t).round()/4096, w)
-    return type('Dyadic', (kind,), dict(server=lambda self, w: kind.server(self, coarse(w)), finish=lambda self, w, c: kind.finish(self, coarse(w), c)))
+    return type('Dyadic', (kind,), dict(server=lambda self, w, n: kind.server(self, coarse(w), n), finish=lambda self, w, c: kind.finish(self, coarse(w), c)))
 
 def test_keep_all_with_equal_weights_is_fedavg_to_the_bit(monkeypatch):
     "All packs sent, weights one, four clients; released, for there a client keeps nothing"
@@ -146,7 +146,7 @@ def test_to_tell_all_clients_in_every_round_is_the_same_but_for_its_price():
 def test_the_released_downlink_is_the_model_alone():
     "Its clients take over everything, so nothing has to say what moved"
     m = FedCSPACK(size=8, variant='released')
-    assert m.send(m.server(w := dict(a=torch.ones(9))), 0).keys()=={'w'} and FedCSPACK(size=8).send(m.server(w), 0).keys()=={'w','when','now'}
+    assert m.send(m.server(w := dict(a=torch.ones(9)), 1), 0).keys()=={'w'} and FedCSPACK(size=8).send(m.server(w, 1), 0).keys()=={'w','when','now'}
 
 @pytest.mark.parametrize('module', [mlp(), mlp(bn=True)])
 def test_a_round_costs_the_buffers_that_a_transport_carries(module):

@@ -11,7 +11,7 @@ from test_rounds import federation, same
 def test_three_rounds_by_hand():
     "The recursion on one weight, with changes that grow, shrink and turn"
     m = FedYogi(eta=.3, tau=.05, beta1=.8, beta2=.9)
-    state,(w,mom,v) = m.server(dict(a=torch.tensor(1., dtype=torch.float64))),(1.,0.,0.)
+    state,(w,mom,v) = m.server(dict(a=torch.tensor(1., dtype=torch.float64)), 1),(1.,0.,0.)
     for goal in (2., 1.1, -3.):
         state = m.aggregate(state, [dict(w=dict(a=torch.tensor(goal, dtype=torch.float64)))], [1])
         d = goal-w
@@ -28,13 +28,13 @@ def test_the_first_update_differs_from_fedavg_by_the_analytic_amount():
 
 def test_a_weight_that_nobody_changes_stays():
     m,w = FedYogi(eta=.5),dict(a=torch.tensor([1.,2.]))
-    state = m.server(w)
+    state = m.server(w, 1)
     for _ in range(5): state = m.aggregate(state, [dict(w=dict(a=torch.tensor([state['w']['a'][0]+1, 2.])))], [3])
     assert state['w']['a'][1]==2 and state['w']['a'][0] > 1
 
 def test_without_a_memory_of_squares_tau_alone_divides():
     m,w = FedYogi(eta=.5, tau=.25, beta1=0., beta2=1.),dict(a=torch.tensor(1.))
-    state = m.aggregate(m.server(w), [dict(w=dict(a=torch.tensor(4.)))], [1])
+    state = m.aggregate(m.server(w, 1), [dict(w=dict(a=torch.tensor(4.)))], [1])
     assert state['w']['a']==1+.5*3/.25 and state['v']['a']==0
 
 def test_a_combination_is_both():

@@ -122,20 +122,20 @@ def shifted(w):
     *names,mean = w
     return {k: w[k] + w[names[-2]] @ w[mean] if k==names[-1] else w[k] for k in names}
 
-# FedPAC: a whole model is sent to everybody; class means and prototypes have rows for all classes; a client says who it is
+# FedPAC: a whole model is sent to everybody; class means and prototypes have rows for all classes; the first of three local epochs is the head's
 
-def heads(fed):
-    def order(c):
-        with seeded(fed.seed, 'start', c.round, c.id): return list(torch.randperm(len(c.own)).split(fed.local.batch_size))
-    return dict(heads=in_turn(fed, order))
+def pac(w0, clients, rounds, lr, **settings):
+    first = {(r, i): len(bs)//3 for r,drawn in enumerate(rounds) for i,bs in drawn.items()}
+    heads = {(r, i): rounds[r][i][:n] for (r,i),n in first.items()}
+    return O.oracle_fedpac(w0, clients, [{i: bs[first[r,i]:] for i,bs in drawn.items()} for r,drawn in enumerate(rounds)], lr, heads, **settings)
 
 def statistics(m, i):
     means = torch.stack([m['means'].get(c, double([0.]*5)) for c in range(3)])
-    return dict(w=m['w'], means=means, counts=m['counts'].double(), id=torch.tensor(i), v=double(m['v']), h=m['h'])
+    return dict(w=m['w'], means=means, counts=m['counts'].double(), v=double(m['v']), h=m['h'])
 
 def all_classes(e, r):
     def each(n): return dict.fromkeys(e['messages'], n)
-    return dict(e, down_numbers=each(53+15 if r else 53), down_indices=each(3 if r else 0), up_numbers=each(53+1+15+15+3), up_indices=each(1))
+    return dict(e, down_numbers=each(53+15 if r else 53), down_indices=each(3 if r else 0), up_numbers=each(53+1+15+15+3), up_indices=each(0))
 
 # FedCSPACK: packs of 8, and the three zeros of the last one travel; places take the place of a mask; down goes the whole model, and when each pack moved last
 
@@ -170,7 +170,7 @@ CASES = [
     *(cases('fedala', O.oracle_fedala, dict(p=p, eta=.8, batch_size=4), dict(top=p, eta=.8, batch=4), draws=slices) for p in (2, 3)),
     *(cases('fedas', O.oracle_fedas, dict(lr=.3, batch_size=size), dict(lr_align=.3), draws=loaders, message=traced) for size in (3, 7)),
     *(cases('feddbe', dbe, dict(mu=mu, kappa=2.), optimisers=('plain',), draws=opening, message=model_or_mean, personal=shifted, logits=O.dbe_logits, counted=with_consensus) for mu in (1., .3)),
-    *(cases('fedpac', O.oracle_fedpac, dict(lam=2., head_lr=.3, head_momentum=m, head_decay=d), dict(lam=2., lr_head=.3, momentum=m, decay=d), (o,), draws=heads, message=statistics, counted=all_classes)
+    *(cases('fedpac', pac, dict(lam=2., head_lr=.3, head_momentum=m, head_decay=d), dict(lam=2., lr_head=.3, momentum=m, decay=d), (o,), message=statistics, counted=all_classes)
       for o,m,d in (('plain', 0., 0.), ('momentum and decay', .9, .05))),
     cspack('both', 'both'), cspack('cosine', 'cs'), cspack('divergence', 'kd'), cspack('both', 'both', 'released'), cspack('both', 'both', name='fedcspacktoall', to=range(4))]
 

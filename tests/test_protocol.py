@@ -25,8 +25,8 @@ def away(method):
 class HeadFirst(FedAvg):
     "Trains the head for `epochs` local epochs and then everything: FedRep and LP-FT in two lines"
     epochs: int = 1
-    def phase(self, epoch, round): return 'head' if epoch < self.epochs else 'all'
-    def step(self, g, w, c): return g if c.phase=='all' else {k: v if k.startswith('head.') else torch.zeros_like(v) for k,v in g.items()}
+    def phases(self, epochs, round): return ('head',)*min(self.epochs, epochs) + (None,)*(epochs-self.epochs)
+    def trains(self, phase): return ('head',) if phase=='head' else ()
 
 @away
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class HeteroFL(FedAvg):
     "Every second client has the first half of the hidden neurons (Diao et al. 2021, in small)"
     def width(self, n, i, now): return torch.arange(n if i%2 else n//2)
     def part(self, w, rows): return {'0.weight': w['0.weight'][rows], '0.bias': w['0.bias'][rows], '2.weight': w['2.weight'][:,rows], '2.bias': w['2.bias']}
-    def server(self, w): return dict(w=w, round=dict(now=torch.zeros((), dtype=torch.int64)))
+    def server(self, w, n): return dict(w=w, round=dict(now=torch.zeros((), dtype=torch.int64)))
     def send(self, state, i): rows = self.width(len(state['w']['0.bias']), i, state['round']['now']); return dict(w=self.part(state['w'], rows), rows=dict(at=rows))
     def finish(self, w, c): return dict(w=w, rows=c.message['rows']), {}
     def aggregate(self, state, messages, weights):

@@ -9,6 +9,7 @@ from fedbook.errors import Refused
 from fedbook.method import batches, Client, FedAvg, LocalTraining, method, METHODS, methods
 from fedbook.methods.fedprox import FedProx
 from fedbook.models import Classifier, Net
+from fedbook.tasks import Task
 from fedbook.optim import AdamW, Cosine, SGD
 from fedbook.client import one_by_one
 from fedbook.federation import begin, client_view, FederatedData, Federation, Protocol
@@ -60,7 +61,7 @@ def test_prox_differs_by_the_analytic_amount():
 
 def one_client(m, local, rounds=1): return run(federation(m, sizes=(20,), rounds=rounds, per_round=1, local=local))[0]
 
-@pytest.mark.parametrize('local', [LocalTraining(2, 4, SGD(.1, .9, 1e-3)), LocalTraining(3, 8, AdamW(.01), Cosine(per='epoch', period=3)), LocalTraining(1, 100, SGD(.5), label_smoothing=.1)])
+@pytest.mark.parametrize('local', [LocalTraining(2, 4, SGD(.1, .9, 1e-3)), LocalTraining(3, 8, AdamW(.01), Cosine(per='epoch', period=3)), LocalTraining(1, 100, SGD(.5), task=Task(label_smoothing=.1))])
 def test_one_client_is_local_training(local):
     "To the bit against the same steps by hand, and closely against torch.optim"
     fed = federation(sizes=(20,), per_round=1, rounds=2, local=local)
@@ -71,7 +72,7 @@ def test_one_client_is_local_training(local):
         make = torch.optim.AdamW if isinstance(f, AdamW) else lambda p, lr: torch.optim.SGD(p, lr, f.momentum)
         opt = make(module.parameters(), lr=f.lr); [g.update(weight_decay=f.weight_decay) for g in opt.param_groups]
         for batch,scale in batches(c):
-            def loss(z): return nn.functional.cross_entropy(z, batch['y'], label_smoothing=local.label_smoothing)
+            def loss(z): return nn.functional.cross_entropy(z, batch['y'], label_smoothing=local.task.label_smoothing)
             g,_ = gradient(lambda w: loss(c.logits(w, batch['x'])), w)
             w,s = f.update(w, g, s, scale)
             opt.zero_grad(); loss(module(batch['x'])).backward()
@@ -101,7 +102,7 @@ def test_global_random_state_neither_matters_nor_changes():
 @dataclass(frozen=True)
 class Remembers(FedAvg):
     "Counts a client's rounds in its memory and the server's in its state, to test that both survive"
-    def server(self, w): return dict(w=w, count=dict(n=torch.zeros(())))
+    def server(self, w, n): return dict(w=w, count=dict(n=torch.zeros(())))
     def client(self, w): return dict(seen=dict(n=torch.zeros(())))
     def finish(self, w, c): return dict(w=w), dict(seen=dict(n=c.memory['seen']['n']+1))
     def aggregate(self, state, messages, weights): return dict(super().aggregate(state, messages, weights), count=dict(n=state['count']['n']+1))
@@ -251,11 +252,6 @@ def test_clients_with_the_global_model_are_scored_together(buffers, monkeypatch)
     assert evaluate.shared(fed)==(buffers=='average')
     monkeypatch.setattr(evaluate, 'shared', lambda fed: False)
     assert run(fed)[1]==rows
-
-def test_means_of_segments():
-    from fedbook.evaluate import means
-    values,parts = torch.rand(50),[np.array([3]), [0, 49, 0], range(5, 20)]
-    assert means(values, parts)==pytest.approx([values[list(p)].mean().item() for p in parts])
 
 def test_bf16_where_the_processor_has_none_of_it_is_said(monkeypatch):
     from fedbook import federation as federations

@@ -98,7 +98,7 @@ class FedALA(FedAvg):
         own,new,m = c.memory['own'],c.message['w'],c.memory
         if torch.equal(*(next(iter(w.values())) for w in (own, new))): return m
         batches,logits = ahead(c, new, m['a'], slice_of(c, self.share, self.batch_size))
-        def loss(w, b): return F.cross_entropy(logits(w, b['x']), b['y'])
+        def loss(w, b): return c.local.task.loss(logits(w, b['x']), b['y'])
         a = learnt(lambda a: one_pass(loss, own, new, a, batches, self.eta), m['a'], not m['learnt'], self.passes)
         return dict(own={**new, **mix(own, new, a)}, a=a, learnt=torch.tensor(True))
 

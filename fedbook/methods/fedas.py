@@ -62,7 +62,7 @@ class FedAS(FedAvg):
         return {**own, **body}, {}
 
     def finish(self, w, c):
-        def nll(w, b): return F.cross_entropy(c.net.logits(w, c.buffers, b['x']), b['y'])
+        def nll(w, b): return c.local.task.loss(c.net.logits(w, c.buffers, b['x']), b['y'])
         return dict(w=w, trace=fisher(w, nll, whole_batches(c, c.local.batch_size))), dict(own=w)
 
     def aggregate(self, state, messages, weights): # the trace takes the place of the number of samples

@@ -150,9 +150,9 @@ class FedCSPACK(FedAvg):
     def most(self): # packs that may be sent: numbers of four bytes, with a place and a weight
         return min((k for k in (self.budget, self.bytes and self.bytes//(4*self.size+8)) if k is not None), default=None)
 
-    def server(self, w):
+    def server(self, w, n):
         packs = pack(flat(w), self.size)
-        return dict(super().server(w), when=torch.zeros_like(packs[:,0], dtype=torch.int32), now=torch.zeros_like(packs[0,0], dtype=torch.int32))
+        return dict(super().server(w, n), when=torch.zeros_like(packs[:,0], dtype=torch.int32), now=torch.zeros_like(packs[0,0], dtype=torch.int32))
 
     def send(self, state, i): return dict(w=state['w']) if self.variant=='released' else {k: state[k] for k in ('w','when','now')}
     def start(self, c): return self.personal(c), {}

@@ -59,7 +59,7 @@ class FedDBE(FedAvg):
         y = c.net.head(w, z + w[MEAN] if begun else z, train=True)
         r = running_mean(w[RUNNING], z, self.mu)
         pull = mean_regulariser(r, c.message['consensus'], self.kappa) if begun else 0.
-        return F.cross_entropy(y, batch['y'], label_smoothing=c.local.label_smoothing) + pull + handed_on(w[RUNNING], r)
+        return c.local.task.loss(y, batch['y']) + pull + handed_on(w[RUNNING], r)
 
     def update(self, w, g, s, scale, c):
         new,s = super().update(w, g, s, scale, c)

@@ -28,11 +28,12 @@ def not_true_distillation(
 @dataclass(frozen=True)
 class FedNTD(FedAvg):
     "FedAvg with not-true distillation from the global model (Lee et al. 2022, Algorithm 1)"
+    needs = ('classes',)
     beta: float = setting(1., 'weight β of the distillation', paper=1., released=1., low=0)
     tau: float = setting(1., 'temperature τ', paper=1., released=1., above=0)
 
     def loss(self, w, batch, c):
         with torch.no_grad(): z_glob = c.net.logits(c.message['w'], c.buffers, batch['x'])
         z = c.logits(w, batch['x'])
-        ce = torch.nn.functional.cross_entropy(z, batch['y'], label_smoothing=c.local.label_smoothing)
+        ce = c.local.task.loss(z, batch['y'])
         return ce + self.beta*not_true_distillation(z, z_glob, batch['y'], self.tau)

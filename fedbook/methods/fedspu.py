@@ -71,7 +71,7 @@ class FedSPU(FedAvg):
     ragged = ('values',)
     share: float = setting(None, 'share r of active neurons; `None`: by client, in turn 0.2, 0.4, 0.6, 0.8 and 1', paper='0.2 to 1', released='0.2 to 1, in five blocks of clients', above=0, high=1)
 
-    def server(self, w): return dict(super().server(w), draw=torch.randint(2**62, ()).to(next(iter(w.values())).device))
+    def server(self, w, n): return dict(super().server(w, n), draw=torch.randint(2**62, ()).to(next(iter(w.values())).device))
     def client(self, w): return dict(own=w)
 
     def send(self, state, i):

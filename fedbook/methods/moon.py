@@ -66,6 +66,6 @@ class MOON(FedAvg):
             answer = c.net.head(w, z, train=True)
             with torch.no_grad(): z_glob,z_prev = c.net.features(c.message['w'], c.memory['buffers'], x),c.net.features(c.memory['previous'], {}, x)
         answer,*zs = (t.to(x.dtype) for t in (answer, z, z_glob, z_prev))
-        return F.cross_entropy(answer, y, label_smoothing=c.local.label_smoothing) + self.mu*contrast(*zs, self.tau)
+        return c.local.task.loss(answer, y) + self.mu*contrast(*zs, self.tau)
 
     def finish(self, w, c): return dict(w=w), dict(previous={**w, **c.buffers})

@@ -106,10 +106,10 @@ class PTaLoS(TaLoSProx):
         super().__post_init__()
         choose(self.criterion, CRITERIA, 'criterion')
 
-    def server(self, w): # refused before any work: a model without blocks, or with fewer than k
-        n = len(blocks(w))
-        require(self.k <= n, f'k = {self.k} blocks were asked for, but the model has {n}; take at most {n}.')
-        return super().server(w)
+    def server(self, w, n): # refused before any work: a model without blocks, or with fewer than k
+        m = len(blocks(w))
+        require(self.k <= m, f'k = {self.k} blocks were asked for, but the model has {m}; take at most {m}.')
+        return super().server(w, n)
 
     def calibration_point(self, c, w): return w
 
