@@ -6,11 +6,11 @@
 __all__ = ['CATALOGUE', 'STAND_IN', 'DAMAGE', 'ARRAYS', 'NAMES', 'OWN', 'STATISTICS', 'AUGMENTERS', 'Known', 'as_batch',
            'examples', 'strip', 'class_counts', 'summary', 'as_html', 'arrays_fingerprint', 'check_groups',
            'count_classes', 'as_targets', 'Dataset', 'reading', 'check_images', 'check_labels', 'check_multilabel',
-           'check_masks', 'check_targets', 'check', 'wanted', 'cut_test', 'arrays_of', 'completed', 'stored',
-           'groups_in', 'read', 'patience', 'download', 'cache_file', 'refusal', 'contents', 'absent', 'fetch', 'load',
-           'describe', 'check_own', 'keep', 'add', 'resized', 'check_same_classes', 'join', 'inside', 'opened',
-           'refuse_unsafe', 'folder_beside', 'extract', 'check_new', 'install', 'split_validation', 'pixel_statistics',
-           'statistics', 'normaliser', 'transforms', 'windows', 'flip_crop', 'augmenter']
+           'check_masks', 'check_targets', 'check', 'wanted', 'arrays_of', 'completed', 'stored', 'groups_in', 'read',
+           'patience', 'download', 'cache_file', 'refusal', 'contents', 'absent', 'fetch', 'load', 'describe', 'inside',
+           'opened', 'refuse_unsafe', 'folder_beside', 'extract', 'check_new', 'install', 'split_validation',
+           'cut_test', 'pixel_statistics', 'statistics', 'normaliser', 'transforms', 'windows', 'flip_crop',
+           'augmenter', 'check_own', 'keep', 'add', 'resized', 'check_same_classes', 'join']
 
 # %% ../nbs/01_foundations/11_data.ipynb #be7a8bd2
 from contextlib import contextmanager, redirect_stdout
@@ -252,20 +252,6 @@ def wanted(
     if split not in ('train','test'): return False
     return what in ('x', known.target) or (known.cut is not None if split=='train' and f'test_{what}' not in files else f'train_{what}' in files)
 
-# %% ../nbs/01_foundations/11_data.ipynb #a8b62a90
-def cut_test(
-    arrays:dict, # Arrays `train_…` of one length
-    cut:tuple|str, # Names: each of their combinations gives a fifth; or one name, of whose values a fifth is chosen
-) -> dict: # The same, and arrays `test_…`
-    "Set a fifth of the images apart as test set"
-    train = {k: a for k,a in arrays.items() if k.startswith('train_')}
-    rows = [train[f'train_{k}'] for k in ([cut] if isinstance(cut, str) else cut)] or [np.zeros(len(train['train_x']), int)]
-    number = np.unique(np.stack(rows), axis=1, return_inverse=True)[1].ravel()
-    whole = isinstance(cut, str)
-    chosen = split_validation(1+number.max() if whole else number, .2, 0, 'test')[1]
-    test = np.isin(number if whole else np.arange(len(number)), chosen)
-    return arrays | {k: a[~test] for k,a in train.items()} | {k.replace('train', 'test', 1): a[test] for k,a in train.items()}
-
 # %% ../nbs/01_foundations/11_data.ipynb #a4dee66d
 def arrays_of(
     path:Path, # An .npz file
@@ -409,86 +395,6 @@ def describe() -> list[dict]: # `name`, `where` (None: not here), `stand_in`, `h
     own = [dict(name=name, where='memory', stand_in=None, how='added by you') for name in OWN]
     return own + [entry(*known) for known in CATALOGUE.items()]
 
-# %% ../nbs/01_foundations/11_data.ipynb #8f7755ed
-def check_own(
-    d:Dataset, # Made by the reader
-):
-    "Raise `Refused` unless images and targets of both parts are what a data set needs"
-    require(d.train_y.ndim in (1,2,3), f'train_y of {d.name} must be classes [n], labels [n, m] or masks [n, h, w], not of shape {d.train_y.shape}.')
-    for split in ('train','test'):
-        x,y = (getattr(d, f'{split}_{a}') for a in 'xy')
-        require(len(x) > 0 and x.ndim in (3,4) and (x.ndim==3 or x.shape[3]==3), f'{split}_x of {d.name} must be images [n, h, w] or [n, h, w, 3], not of shape {x.shape}.')
-        check_images(f'{split}_x of {d.name}', x, (len(x), *d.train_x.shape[1:]))
-        check_targets(d.kind, f'{split}_y of {d.name}', y, x, d.n_classes)
-
-# %% ../nbs/01_foundations/11_data.ipynb #5070082a
-def keep(
-    d:Dataset, # A data set with a name of its own
-) -> Dataset: # The same
-    "From now on `load(d.name)` returns `d`; raises `Refused` where the name stands for other data"
-    require(isinstance(d.name, str) and d.name and d.name not in CATALOGUE, f'{d.name!r} is in the catalogue already or no name; give your data set another one.')
-    check_own(d)
-    same = lambda d: (d.fingerprint_with(*sorted(d.groups)), sorted(d.groups), d.classes)
-    require(d.name not in OWN or same(OWN[d.name])==same(d), f'There is a data set {d.name!r} already, with other content; give the new one another name.')
-    STATISTICS.setdefault(d.name, pixel_statistics(d.images('train')))
-    return OWN.setdefault(d.name, d)
-
-# %% ../nbs/01_foundations/11_data.ipynb #d88f47b8
-def add(
-    name:str, # What it shall be called
-    train_x:np.ndarray, # uint8 [n, h, w] or [n, h, w, 3]
-    train_y:np.ndarray, # Classes [n], labels [n, m] of 0, 1 or NaN, or masks [n, h, w]
-    test_x:np.ndarray, # Images that are never trained on
-    test_y:np.ndarray, # Their targets
-    classes:list[str]=None, # Names of the classes or labels
-    groups:dict=None, # Name to two arrays: per training and per test image the number of its group
-    group_names:dict=None, # Name of a group to the names of its values
-) -> Dataset:
-    "A data set of your own that `load(name)` finds in this process; raises `Refused` where something does not fit"
-    arrays = dict(train_x=train_x, train_y=train_y, test_x=test_x, test_y=test_y)
-    arrays = {k: np.array(a) if k.endswith('x') else stored(np.array(a)) for k,a in arrays.items()}
-    return keep(Dataset(name, **arrays, classes=classes and list(classes), source='added', groups=groups or {}, group_names=group_names or {}))
-
-# %% ../nbs/01_foundations/11_data.ipynb #c73ebb87
-def resized(
-    x:np.ndarray, # uint8 [n, h, w] or [n, h, w, 3]
-    size:int, # Height and width, in pixels
-    channels:int, # 3 for colour, 1 for grey
-) -> np.ndarray: # uint8 [n, size, size, 3] or [n, size, size]
-    "Images of another size; bilinear, antialiased"
-    from fedbook.compat import vision
-    vision()
-    from torchvision.transforms.v2 import functional as F
-    t = F.resize(as_batch(x), [size,size], antialias=True) if x.shape[1:3]!=(size,size) else as_batch(x)
-    t = F.rgb_to_grayscale(t) if channels==1 and t.shape[1]==3 else t.expand(-1, channels, -1, -1)
-    return t[:,0].contiguous().numpy() if channels==1 else t.permute(0,2,3,1).contiguous().numpy()
-
-# %% ../nbs/01_foundations/11_data.ipynb #f78c35aa
-def check_same_classes(
-    ds:list[Dataset], # What is to be joined
-):
-    "Raise `Refused` unless all have the same classes"
-    first = ds[0]
-    for d in ds:
-        require(d.kind=='classes' and d.n_classes==first.n_classes and (d.classes or first.classes)==(first.classes or d.classes),
-                f'Only data sets with the same classes can be joined, but {first.name} has {first.classes or first.n_classes} and {d.name} has {d.classes or d.n_classes}.')
-
-# %% ../nbs/01_foundations/11_data.ipynb #7e731da1
-def join(
-    datasets:list, # Data sets, or their names; at least one
-    size:int=28, # Height and width of all images, in pixels
-    channels:int=3, # 3: all in colour; 1: all grey
-    name:str=None, # `None`: the names of the sources with a + between
-) -> Dataset: # With the group `domain`; not kept
-    "One data set of several sources; raises `Refused` unless they have the same classes"
-    require(len(datasets) > 0 and isinstance(size, int) and size > 0 and channels in (1,3), f'Joining needs data sets, a size in pixels and 1 or 3 channels, not size={size!r}, channels={channels!r}.')
-    ds = [load(d) if isinstance(d, str) else d for d in datasets]
-    check_same_classes(ds)
-    four = {k: np.concatenate([resized(getattr(d, k), size, channels) if k.endswith('x') else getattr(d, k) for d in ds]) for k in ARRAYS}
-    domain = tuple(np.repeat(np.arange(len(ds)), [len(getattr(d, f'{s}_y')) for d in ds]) for s in ('train','test'))
-    return Dataset(name or '+'.join(d.name for d in ds), **four, classes=next((d.classes for d in ds if d.classes), None), source='joined',
-                   groups=dict(domain=domain), group_names=dict(domain=[d.name for d in ds]))
-
 # %% ../nbs/01_foundations/11_data.ipynb #14476c6e
 def inside(
     name:str, # The name of an archive's member
@@ -580,6 +486,20 @@ def split_validation(
     chosen = np.zeros(n, bool)
     chosen[line[(np.arange(m)*n + rng.integers(n))//m]] = True
     return np.flatnonzero(~chosen), np.flatnonzero(chosen)
+
+# %% ../nbs/01_foundations/11_data.ipynb #a8b62a90
+def cut_test(
+    arrays:dict, # Arrays `train_…` of one length
+    cut:tuple|str, # Names: each of their combinations gives a fifth; or one name, of whose values a fifth is chosen
+) -> dict: # The same, and arrays `test_…`
+    "Set a fifth of the images apart as test set"
+    train = {k: a for k,a in arrays.items() if k.startswith('train_')}
+    rows = [train[f'train_{k}'] for k in ([cut] if isinstance(cut, str) else cut)] or [np.zeros(len(train['train_x']), int)]
+    number = np.unique(np.stack(rows), axis=1, return_inverse=True)[1].ravel()
+    whole = isinstance(cut, str)
+    chosen = split_validation(1+number.max() if whole else number, .2, 0, 'test')[1]
+    test = np.isin(number if whole else np.arange(len(number)), chosen)
+    return arrays | {k: a[~test] for k,a in train.items()} | {k.replace('train', 'test', 1): a[test] for k,a in train.items()}
 
 # %% ../nbs/01_foundations/11_data.ipynb #d9823e2c
 STATISTICS = dict(
@@ -692,3 +612,83 @@ def augmenter(
 ): # A function from uint8 batches to uint8 batches
     "A random change of each image of a batch by itself"
     return make(AUGMENTERS, 'augmentation', name, **settings)
+
+# %% ../nbs/01_foundations/11_data.ipynb #8f7755ed
+def check_own(
+    d:Dataset, # Made by the reader
+):
+    "Raise `Refused` unless images and targets of both parts are what a data set needs"
+    require(d.train_y.ndim in (1,2,3), f'train_y of {d.name} must be classes [n], labels [n, m] or masks [n, h, w], not of shape {d.train_y.shape}.')
+    for split in ('train','test'):
+        x,y = (getattr(d, f'{split}_{a}') for a in 'xy')
+        require(len(x) > 0 and x.ndim in (3,4) and (x.ndim==3 or x.shape[3]==3), f'{split}_x of {d.name} must be images [n, h, w] or [n, h, w, 3], not of shape {x.shape}.')
+        check_images(f'{split}_x of {d.name}', x, (len(x), *d.train_x.shape[1:]))
+        check_targets(d.kind, f'{split}_y of {d.name}', y, x, d.n_classes)
+
+# %% ../nbs/01_foundations/11_data.ipynb #5070082a
+def keep(
+    d:Dataset, # A data set with a name of its own
+) -> Dataset: # The same
+    "From now on `load(d.name)` returns `d`; raises `Refused` where the name stands for other data"
+    require(isinstance(d.name, str) and d.name and d.name not in CATALOGUE, f'{d.name!r} is in the catalogue already or no name; give your data set another one.')
+    check_own(d)
+    same = lambda d: (d.fingerprint_with(*sorted(d.groups)), sorted(d.groups), d.classes)
+    require(d.name not in OWN or same(OWN[d.name])==same(d), f'There is a data set {d.name!r} already, with other content; give the new one another name.')
+    STATISTICS.setdefault(d.name, pixel_statistics(d.images('train')))
+    return OWN.setdefault(d.name, d)
+
+# %% ../nbs/01_foundations/11_data.ipynb #d88f47b8
+def add(
+    name:str, # What it shall be called
+    train_x:np.ndarray, # uint8 [n, h, w] or [n, h, w, 3]
+    train_y:np.ndarray, # Classes [n], labels [n, m] of 0, 1 or NaN, or masks [n, h, w]
+    test_x:np.ndarray, # Images that are never trained on
+    test_y:np.ndarray, # Their targets
+    classes:list[str]=None, # Names of the classes or labels
+    groups:dict=None, # Name to two arrays: per training and per test image the number of its group
+    group_names:dict=None, # Name of a group to the names of its values
+) -> Dataset:
+    "A data set of your own that `load(name)` finds in this process; raises `Refused` where something does not fit"
+    arrays = dict(train_x=train_x, train_y=train_y, test_x=test_x, test_y=test_y)
+    arrays = {k: np.array(a) if k.endswith('x') else stored(np.array(a)) for k,a in arrays.items()}
+    return keep(Dataset(name, **arrays, classes=classes and list(classes), source='added', groups=groups or {}, group_names=group_names or {}))
+
+# %% ../nbs/01_foundations/11_data.ipynb #c73ebb87
+def resized(
+    x:np.ndarray, # uint8 [n, h, w] or [n, h, w, 3]
+    size:int, # Height and width, in pixels
+    channels:int, # 3 for colour, 1 for grey
+) -> np.ndarray: # uint8 [n, size, size, 3] or [n, size, size]
+    "Images of another size; bilinear, antialiased"
+    from fedbook.compat import vision
+    vision()
+    from torchvision.transforms.v2 import functional as F
+    t = F.resize(as_batch(x), [size,size], antialias=True) if x.shape[1:3]!=(size,size) else as_batch(x)
+    t = F.rgb_to_grayscale(t) if channels==1 and t.shape[1]==3 else t.expand(-1, channels, -1, -1)
+    return t[:,0].contiguous().numpy() if channels==1 else t.permute(0,2,3,1).contiguous().numpy()
+
+# %% ../nbs/01_foundations/11_data.ipynb #f78c35aa
+def check_same_classes(
+    ds:list[Dataset], # What is to be joined
+):
+    "Raise `Refused` unless all have the same classes"
+    first = ds[0]
+    for d in ds:
+        require(d.kind=='classes' and d.n_classes==first.n_classes and (d.classes or first.classes)==(first.classes or d.classes),
+                f'Only data sets with the same classes can be joined, but {first.name} has {first.classes or first.n_classes} and {d.name} has {d.classes or d.n_classes}.')
+
+# %% ../nbs/01_foundations/11_data.ipynb #7e731da1
+def join(
+    datasets:list, # Data sets, or their names; at least one
+    size:int=28, # Height and width of all images, in pixels
+    channels:int=3, # 3: all in colour; 1: all grey
+    name:str=None, # `None`: the names of the sources with a + between
+) -> Dataset: # With the group `domain`; not kept
+    "One data set of several sources; raises `Refused` unless they have the same classes"
+    require(len(datasets) > 0 and isinstance(size, int) and size > 0 and channels in (1,3), f'Joining needs data sets, a size in pixels and 1 or 3 channels, not size={size!r}, channels={channels!r}.')
+    ds = [load(d) if isinstance(d, str) else d for d in datasets]
+    check_same_classes(ds)
+    four = {k: np.concatenate([resized(getattr(d, k), size, channels) if k.endswith('x') else getattr(d, k) for d in ds]) for k in ARRAYS}
+    domain = tuple(np.repeat(np.arange(len(ds)), [len(getattr(d, f'{s}_y')) for d in ds]) for s in ('train','test'))
+    return Dataset(name or '+'.join(d.name for d in ds), **four, classes=next((d.classes for d in ds if d.classes), None), source='joined',
+                   groups=dict(domain=domain), group_names=dict(domain=[d.name for d in ds]))
