@@ -908,6 +908,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                 'fedbook.shifts.smear': ('01_foundations/shifts.html#smear', 'fedbook/shifts.py'),
                                 'fedbook.shifts.snow': ('01_foundations/shifts.html#snow', 'fedbook/shifts.py'),
                                 'fedbook.shifts.speckle_noise': ('01_foundations/shifts.html#speckle_noise', 'fedbook/shifts.py'),
+                                'fedbook.shifts.stretch': ('01_foundations/shifts.html#stretch', 'fedbook/shifts.py'),
                                 'fedbook.shifts.taken_at': ('01_foundations/shifts.html#taken_at', 'fedbook/shifts.py'),
                                 'fedbook.shifts.zoom_blur': ('01_foundations/shifts.html#zoom_blur', 'fedbook/shifts.py')},
             'fedbook.sources': { 'fedbook.sources.Sources': ('01_foundations/sources.html#sources', 'fedbook/sources.py'),

@@ -4,10 +4,10 @@
 
 # %% auto #0
 __all__ = ['CORRUPTIONS', 'SHIFTS', 'as_bytes', 'gaussian_noise', 'speckle_noise', 'shot_noise', 'impulse_noise', 'disk',
-           'defocus_blur', 'gaussian_blur', 'smear', 'motion_blur', 'enlarged', 'zoom_blur', 'glass_blur', 'landscape',
-           'fog', 'snow', 'luma', 'brightness', 'contrast', 'saturate', 'each_image', 'jpeg_compression', 'pixelate',
-           'taken_at', 'sheared', 'elastic_transform', 'corruption', 'label_flip', 'rotate', 'colour', 'negative',
-           'none', 'named', 'for_clients', 'applied', 'shifted', 'shifted_test']
+           'defocus_blur', 'gaussian_blur', 'smear', 'motion_blur', 'stretch', 'enlarged', 'zoom_blur', 'glass_blur',
+           'landscape', 'fog', 'snow', 'luma', 'brightness', 'contrast', 'saturate', 'each_image', 'jpeg_compression',
+           'pixelate', 'taken_at', 'sheared', 'elastic_transform', 'corruption', 'label_flip', 'rotate', 'colour',
+           'negative', 'none', 'named', 'for_clients', 'applied', 'shifted', 'shifted_test']
 
 # %% ../nbs/01_foundations/16_shifts.ipynb #0242fc35
 from functools import partial
@@ -75,16 +75,25 @@ def smear(
 
 def motion_blur(x, rng, radius, sigma): return smear(x/255, rng.uniform(-45, 45, len(x)), radius, sigma)
 
+# %% ../nbs/01_foundations/16_shifts.ipynb #6c33343b
+def stretch(
+    n:int, # Pixels in a row
+    zoom:float, # At least 1
+) -> np.ndarray: # [n, n], rows sum to 1
+    "The matrix that enlarges the middle of a row to the whole, linearly between pixels"
+    part = math.ceil(n/zoom)
+    larger = round(part*zoom)
+    at = (np.arange(n) + (larger-n)//2)*(part-1)/max(larger-1, 1)
+    return np.maximum(0, 1 - np.abs((n-part)//2 + at[:,None] - np.arange(n)))
+
 # %% ../nbs/01_foundations/16_shifts.ipynb #9ef83397
 def enlarged(
     x:np.ndarray, # [n, h, w, c]
     zoom:float, # At least 1
 ) -> np.ndarray: # [n, h, w, c]
     "The middle of each image, enlarged to the whole"
-    from scipy.ndimage import zoom as resize
-    def middle(x, h, w): return x[:,(x.shape[1]-h)//2:][:,:h,(x.shape[2]-w)//2:][:,:,:w]
-    h,w = x.shape[1:3]
-    return middle(resize(middle(x, math.ceil(h/zoom), math.ceil(w/zoom)), (1,zoom,zoom,1), order=1), h, w)
+    a,b = (stretch(n, zoom) for n in x.shape[1:3])
+    return np.moveaxis(a @ np.moveaxis(x, 3, 1) @ b.T, 1, 3)
 
 def zoom_blur(x, rng, most):
     zooms = np.arange(1, most, .01)
