@@ -916,6 +916,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                 'fedbook.shifts.named': ('01_foundations/shifts.html#named', 'fedbook/shifts.py'),
                                 'fedbook.shifts.negative': ('01_foundations/shifts.html#negative', 'fedbook/shifts.py'),
                                 'fedbook.shifts.none': ('01_foundations/shifts.html#none', 'fedbook/shifts.py'),
+                                'fedbook.shifts.of_kind': ('01_foundations/shifts.html#of_kind', 'fedbook/shifts.py'),
                                 'fedbook.shifts.pixelate': ('01_foundations/shifts.html#pixelate', 'fedbook/shifts.py'),
                                 'fedbook.shifts.rotate': ('01_foundations/shifts.html#rotate', 'fedbook/shifts.py'),
                                 'fedbook.shifts.saturate': ('01_foundations/shifts.html#saturate', 'fedbook/shifts.py'),

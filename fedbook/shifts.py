@@ -7,10 +7,9 @@ __all__ = ['CORRUPTIONS', 'SHIFTS', 'as_bytes', 'gaussian_noise', 'speckle_noise
            'defocus_blur', 'gaussian_blur', 'smear', 'motion_blur', 'stretch', 'enlarged', 'zoom_blur', 'glass_blur',
            'landscape', 'fog', 'snow', 'luma', 'brightness', 'contrast', 'saturate', 'each_image', 'jpeg_compression',
            'pixelate', 'taken_at', 'sheared', 'elastic_transform', 'corruption', 'label_flip', 'rotate', 'colour',
-           'negative', 'none', 'named', 'for_clients', 'applied', 'shifted', 'shifted_test']
+           'negative', 'none', 'of_kind', 'named', 'for_clients', 'applied', 'shifted', 'shifted_test']
 
 # %% ../nbs/01_foundations/16_shifts.ipynb #0242fc35
-from functools import partial
 from inspect import signature
 import io, math
 import numpy as np, torch
@@ -31,6 +30,7 @@ def gaussian_noise(x, rng, sigma): return x/255 + rng.normal(0, sigma, x.shape)
 def speckle_noise(x, rng, sigma): return x/255*(1 + rng.normal(0, sigma, x.shape))
 def shot_noise(x, rng, photons): return rng.poisson(x/255*photons)/photons
 
+# %% ../nbs/01_foundations/16_shifts.ipynb #b6a5ee8c
 def impulse_noise(x, rng, share):
     hit,white = rng.random(x.shape) < share,rng.random(x.shape) < .5
     return np.where(hit, white*np.uint8(255), x)
@@ -48,6 +48,7 @@ def disk(
     m = 8 - np.abs(r)[k.any(1)].max()
     return k[m:17-m,m:17-m]
 
+# %% ../nbs/01_foundations/16_shifts.ipynb #1b3c64d5
 def defocus_blur(x, rng, radius, smooth):
     from scipy.ndimage import correlate
     return correlate(x/255, disk(radius, smooth)[None,:,:,None], mode='mirror')
@@ -73,6 +74,7 @@ def smear(
         out += weight[k]/weight.sum()*x[i,rows,columns]
     return out
 
+# %% ../nbs/01_foundations/16_shifts.ipynb #5969d1a6
 def motion_blur(x, rng, radius, sigma): return smear(x/255, rng.uniform(-45, 45, len(x)), radius, sigma)
 
 # %% ../nbs/01_foundations/16_shifts.ipynb #6c33343b
@@ -95,6 +97,7 @@ def enlarged(
     a,b = (stretch(n, zoom) for n in x.shape[1:3])
     return np.moveaxis(a @ np.moveaxis(x, 3, 1) @ b.T, 1, 3)
 
+# %% ../nbs/01_foundations/16_shifts.ipynb #b82b13d7
 def zoom_blur(x, rng, most):
     zooms = np.arange(1, most, .01)
     return (x/255 + sum(enlarged(x/255, z) for z in zooms))/(len(zooms)+1)
@@ -129,6 +132,7 @@ def landscape(
     m -= m.min((1,2), keepdims=True)
     return m/m.max((1,2), keepdims=True)
 
+# %% ../nbs/01_foundations/16_shifts.ipynb #7de49e75
 def fog(x, rng, amount, decay):
     n,h,w,_ = x.shape
     x,high = x/255,(x/255).max((1,2,3), keepdims=True)
@@ -143,6 +147,7 @@ def snow(x, rng, mean, sigma, zoom, least, radius, blur, share):
     pale = share*x + (1-share)*np.maximum(x, luma(x)*1.5+.5)
     return pale + flakes + flakes[:,::-1,::-1]
 
+# %% ../nbs/01_foundations/16_shifts.ipynb #bc5f61f7
 def luma(x): return x if x.shape[3]==1 else (x*[.299,.587,.114]).sum(3, keepdims=True)
 
 # %% ../nbs/01_foundations/16_shifts.ipynb #f321157f
@@ -154,6 +159,7 @@ def contrast(x, rng, share):
     mean = (x/255).mean((1,2), keepdims=True)
     return (x/255-mean)*share + mean
 
+# %% ../nbs/01_foundations/16_shifts.ipynb #8c0f513d
 def saturate(x, rng, factor, more):
     require(x.shape[3]==3, 'Saturation is a matter of colours, and these images are grey; take another corruption.')
     x,v = x/255,x.max(3, keepdims=True)/255
@@ -178,6 +184,7 @@ def jpeg_compression(x, rng, quality):
         return Image.open(file)
     return each_image(stored, x)
 
+# %% ../nbs/01_foundations/16_shifts.ipynb #db327980
 def pixelate(x, rng, share):
     from PIL import Image
     small = int(x.shape[2]*share),int(x.shape[1]*share)
@@ -206,6 +213,7 @@ def sheared(x, rng, by):
     columns,rows = np.moveaxis(np.stack(np.broadcast_arrays(np.arange(w)[None], np.arange(h)[:,None], 1.), 2) @ back[:,None], 3, 0)
     return taken_at(x, rows, columns, 'mirror')
 
+# %% ../nbs/01_foundations/16_shifts.ipynb #e44cd38c
 def elastic_transform(x, rng, alpha, sigma, affine):
     from scipy.ndimage import gaussian_filter
     n,h,w,_ = x.shape
@@ -273,6 +281,7 @@ def rotate(
     from torchvision.transforms.v2 import functional as F, InterpolationMode
     return lambda x, y, rng: (F.rotate(x, angle, InterpolationMode.BILINEAR),y)
 
+# %% ../nbs/01_foundations/16_shifts.ipynb #0958ea3a
 def colour(
     hue:float=0., # Turn of the colour circle, from -0.5 to 0.5
     saturation:float=1., # 0: grey; 2: twice as colourful
@@ -288,8 +297,14 @@ def negative(): return lambda x, y, rng: (255-x,y) # Bright for dark
 def none(): return lambda x, y, rng: (x,y) # Everything as it was
 
 # %% ../nbs/01_foundations/16_shifts.ipynb #9439cad8
-SHIFTS = {**{k: partial(corruption, k) for k in CORRUPTIONS}, **{f.__name__: f for f in (label_flip, rotate, colour, negative, none)}}
+def of_kind(kind:str):
+    "A shift that is one corruption"
+    def made(severity:int=3): return corruption(kind, severity)
+    return made
 
+SHIFTS = {**{k: of_kind(k) for k in CORRUPTIONS}, **{f.__name__: f for f in (label_flip, rotate, colour, negative, none)}}
+
+# %% ../nbs/01_foundations/16_shifts.ipynb #f7e48ff7
 def named(
     shift, # A name in `SHIFTS`, or a dict of `name` and settings
 ): # From images, targets and a generator to images and targets

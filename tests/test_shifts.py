@@ -82,6 +82,7 @@ def test_smear_shifts_along_the_angle():
     x = np.zeros((2,19,19,1)); x[:,9,9] = 1
     out = S.smear(x, np.array([0.,90.]), 3, 2)[...,0]
     assert out[0,9].sum() == pytest.approx(1) and out[1,:,9].sum() == pytest.approx(1) and np.argmax(out[0,9]) == 9
+    np.testing.assert_allclose(out[0,9,9:2:-1]/out[0,9,9], np.exp(-np.arange(7)**2/8))
 
 # Labels, turns, names
 
@@ -143,6 +144,8 @@ def test_test_parts_may_overlap_and_the_test_set_stays():
     parts = [np.array([0,1]), np.array([1,4]), np.array([], int)]
     nx,ny,places = S.shifted_test(x, y, parts, [S.named(s) for s in ('negative', dict(name='label_flip', pairs=[[0,1]]), 'none')])
     assert (nx[:5] == x).all() and (ny[:5] == y).all() and [p.tolist() for p in places] == [[5,6],[7,8],[]]
+    noise = S.named('gaussian_noise')
+    assert (S.shifted_test(x, y, [np.arange(5)], [noise])[0][5:] != S.shifted(x, y, [np.arange(5)], [noise])[0]).any()   # a test image draws for itself
     assert (nx[5:7] == 255-x[:2]).all() and (nx[7:] == x[[1,4]]).all() and ny[7:].tolist() == [0,1]
 
 def test_what_cannot_be_shifted_is_refused():
