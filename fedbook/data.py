@@ -231,11 +231,12 @@ def check(
     where:Path|str, # Where they come from, for the sentence
 ):
     "Raise `Refused` unless the four arrays are the data set `name`"
-    for a in ARRAYS: require(a in arrays, f'{where} has no array {a!r}; {name} needs {", ".join(ARRAYS)}.')
     known = CATALOGUE[name]
+    called = {a: a.replace('_y', f'_{known.target}') for a in ARRAYS}
+    for a in ARRAYS: require(a in arrays, f'{where} has no array {called[a]!r}; {name} needs {", ".join(called.values())}.')
     for split,n in (('train',known.n_train), ('test',known.n_test)):
         check_images(f'{split}_x in {where}', arrays[f'{split}_x'], (n, *known.image))
-        check_targets(known.kind, f'{split}_y in {where}', arrays[f'{split}_y'], arrays[f'{split}_x'], known.n_classes)
+        check_targets(known.kind, f'{called[f"{split}_y"]} in {where}', arrays[f'{split}_y'], arrays[f'{split}_x'], known.n_classes)
 
 # %% ../nbs/01_foundations/11_data.ipynb #b589c5a8
 NAMES = ('names','names_y','names_fine','names_label') # What others call the names of the classes
@@ -275,7 +276,7 @@ def completed(
     if known.cut is None or 'test_x' in arrays: return arrays
     for k in ('x', 'y', *([known.cut] if isinstance(known.cut, str) else known.cut)):
         n,there = len(arrays.get('train_x', ())), np.shape(arrays.get(f'train_{k}'))
-        require(there[:1]==(n,) and n==known.n_train+known.n_test, f'{path} must hold train_{k} of {known.n_train+known.n_test} images.')
+        require(there[:1]==(n,) and n==known.n_train+known.n_test, f'{path} must hold train_{known.target if k=="y" else k} of {known.n_train+known.n_test} images.')
     return cut_test(arrays, known.cut)
 
 # %% ../nbs/01_foundations/11_data.ipynb #2d90896c

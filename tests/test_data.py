@@ -534,13 +534,23 @@ def test_wrong_targets_are_refused(folder, monkeypatch, target, bad):
     entry(monkeypatch, target=target, cut=())
     write(folder, 'odd', {'train_x': odd()['train_x'], f'train_{target}': bad})
     with pytest.raises(Refused) as e: load('odd')
-    one_sentence(e, '_y')
+    one_sentence(e, f'_{target}')
+    np.savez(folder/'odd.npz', train_x=odd()['train_x'])
+    with pytest.raises(Refused) as e: load('odd')
+    one_sentence(e, f'train_{target}')
 
 @pytest.mark.parametrize('name', [n for n,k in CATALOGUE.items() if k.origin])
 def test_what_nothing_can_download_says_what_it_is(folder, monkeypatch, name):
     monkeypatch.delenv('FEDBOOK_OFFLINE')
     with pytest.raises(Refused) as e: load(name)
     one_sentence(e, folder/f'{name}.npz', CATALOGUE[name].origin, f'train_{CATALOGUE[name].target}', CATALOGUE[name].stand_in)
+
+def test_what_nothing_can_download_can_be_installed(folder, tmp_path, monkeypatch):
+    entry(monkeypatch, cut='patient')
+    write(tmp_path/'made', 'odd', odd(train_patient=np.arange(20)//4))
+    how = {e['name']: e['how'] for e in describe()}
+    assert how['odd'] == 'fedbook data install odd.npz' and how['usps'] == 'fedbook data fetch usps'
+    assert install(tmp_path/'made'/'odd.npz') == ['odd'] and len(load('odd').groups) == 1
 
 # The reader's own
 
