@@ -7,8 +7,9 @@ __all__ = ['CONVENTIONS', 'LEVELS', 'SCHEMES', 'class_counts', 'split', 'deal', 
            'class_labels', 'whole', 'positive', 'check', 'equal_sizes', 'iid', 'hand_out', 'share_out',
            'classes_per_client', 'shards_with_replacement', 'log_dirichlet', 'softmax', 'whole_parts', 'table_by_class',
            'table_by_client', 'cut_level', 'top_up', 'enough', 'check_min_size', 'dirichlet', 'dh_classes', 'check_dh',
-           'dh_level', 'quantity_skew', 'merge_groups', 'group_numbers', 'by_group', 'largest_test',
-           'largest_remainder', 'checked_shares', 'matched_table', 'matched_test', 'make']
+           'dh_level', 'quantity_skew', 'merge_groups', 'group_numbers', 'by_group', 'named_groups', 'group_rows',
+           'chosen_groups', 'natural', 'largest_test', 'largest_remainder', 'checked_shares', 'matched_table',
+           'matched_test', 'natural_test', 'make']
 
 # %% ../nbs/01_foundations/12_partition.ipynb #e1737d3d
 from dataclasses import dataclass
@@ -519,6 +520,56 @@ def by_group(
     clients = split(client[number], n_clients or len(sizes))
     return partition('by_group', clients, labels, n_clients=n_clients, seed=seed)
 
+# %% ../nbs/01_foundations/12_partition.ipynb #a7cc7d58
+def named_groups(
+    group, # A name in `groups`, or a list of names, whose combinations are meant
+    groups, # Name to one whole number per sample
+) -> np.ndarray: # [n, number of names], a row for each sample
+    "The group of each sample; raises `Refused` for an unknown name"
+    require(isinstance(groups, dict), f'groups must be a dict of a name to one number per sample, not {type(groups).__name__}.')
+    names = [group] if isinstance(group, str) else list(group)
+    require(names, 'group must be the name of a group, or a list of names.')
+    return np.stack([np.asarray(choose(k, groups, 'group of the samples')) for k in names], 1)
+
+# %% ../nbs/01_foundations/12_partition.ipynb #8435857a
+def group_rows(rows:np.ndarray) -> np.ndarray: return np.unique(rows, axis=0, return_inverse=True)[1].ravel() # Rows numbered in sorted order
+
+def chosen_groups(
+    sizes:np.ndarray, # [n_groups], samples of each group
+    least:int, # Samples that a group must have
+    n_groups:int|None, # How many to take, `None` is all
+    rng:np.random.Generator, # Decides among groups of one size
+) -> np.ndarray: # Their numbers, in sorted order
+    "The largest groups; raises `Refused` where there are too few"
+    enough = np.flatnonzero(sizes >= least)
+    n = len(enough) if n_groups is None else n_groups
+    require(0 < n <= len(enough), f'{max(n, 1)} groups of at least {least} samples are needed, but there are {len(enough)} of {len(sizes)}.')
+    return np.sort(enough[np.lexsort((rng.random(len(enough)), -sizes[enough]))[:n]])
+
+# %% ../nbs/01_foundations/12_partition.ipynb #f592cf36
+def natural(
+    labels, # One class number per sample
+    groups:dict, # Name to one whole number per sample: its writer, its style
+    group='domain', # Whose values become clients: a name in `groups`, or a list of names
+    n_clients:int|None=None, # Number of clients, `None` is all
+    per_group:int=1, # Clients that share a group, at random
+    min_size:int=1, # Samples that each client must have; smaller groups are left out
+    seed:int=0, # The seed
+) -> Partition: # Disjoint; complete where no group is left out
+    "One client per value of a group, as the data was collected"
+    labels, seed, number = class_labels(labels), whole('seed', seed), group_rows(named_groups(group, groups))
+    require(len(number)==len(labels), f'There must be one label and one group per sample, not {len(labels)} labels and {len(number)} groups.')
+    per_group, min_size, sizes = whole('per_group', per_group, 1), whole('min_size', min_size, 1), np.bincount(number)
+    if n_clients is not None: n_clients = whole('n_clients', n_clients, 1, len(sizes)*per_group, f', {per_group} for each of {len(sizes)} groups')
+    require((n_clients or 0)%per_group == 0, f'{n_clients} clients cannot be {per_group} per group; take a multiple of {per_group}.')
+    chosen = chosen_groups(sizes, per_group*min_size, n_clients and n_clients//per_group, stream(seed, 'natural', 'groups'))
+    owner = np.full(len(labels), -1)
+    for i,g in enumerate(chosen):
+        mine = stream(seed, 'natural', int(g)).permutation(np.flatnonzero(number==g))
+        owner[mine] = i*per_group + np.arange(len(mine))%per_group
+    clients = split(owner, len(chosen)*per_group)
+    return partition('natural', clients, labels, group=group, n_clients=n_clients, per_group=per_group, min_size=min_size, seed=seed)
+
 # %% ../nbs/01_foundations/12_partition.ipynb #92c4b436
 def largest_test(
     shares:np.ndarray, # [n_clients, n_classes], rows sum to 1, or to 0 for an empty client
@@ -581,18 +632,32 @@ def matched_test(
         out.append(np.sort(np.concatenate(drawn or [np.empty(0, np.int64)])))
     return out
 
+# %% ../nbs/01_foundations/12_partition.ipynb #cea6a2a8
+def natural_test(
+    partition:Partition, # One that `natural` made
+    groups:dict, # The groups it was made with
+    test_groups:dict, # The same names, to one whole number per test sample
+) -> list[np.ndarray]: # Per client, sorted indices into the test set; empty where its group has none there
+    "For each client, the test samples of its own group"
+    require(partition.scheme=='natural', f'Only clients that are groups have test samples of their own; the scheme is {partition.scheme!r}, not \'natural\'.')
+    mine,theirs = (named_groups(partition.settings['group'], g) for g in (groups, test_groups))
+    require(len(mine)==partition.n, f'The partition is one of {partition.n} samples, but there are {len(mine)} groups.')
+    return [np.flatnonzero((theirs==mine[c[0]]).all(1)) for c in partition.clients]
+
 # %% ../nbs/01_foundations/12_partition.ipynb #4483fc52
-SCHEMES = {f.__name__: f for f in (iid, classes_per_client, shards_with_replacement, dirichlet, dh_level, quantity_skew, by_group)}
+SCHEMES = {f.__name__: f for f in (iid, classes_per_client, shards_with_replacement, dirichlet, dh_level, quantity_skew, by_group, natural)}
 
 # %% ../nbs/01_foundations/12_partition.ipynb #475cbf64
 def make(
     name:str, # A name in `SCHEMES`
     labels, # One class number per sample
-    **settings, # The scheme's settings by name; `by_group` takes its `groups` here, too
+    groups=None, # For schemes that want it: per sample its group, or for `natural` a dict of such arrays
+    **settings, # The scheme's settings by name
 ) -> Partition:
     "The partition that the scheme `name` makes; raises `Refused` for an unknown scheme or setting, or one that is missing"
     f = choose(name, SCHEMES, 'partition scheme')
     parameters = {k: p for k,p in inspect.signature(f).parameters.items() if k != 'labels'}
+    if groups is not None and 'groups' in parameters: settings['groups'] = groups
     check_names(f'partition scheme {name!r}', settings, list(parameters))
     missing = [k for k,p in parameters.items() if p.default is p.empty and k not in settings]
     require(not missing, f'Partition scheme {name!r} needs {", ".join(missing)}.')

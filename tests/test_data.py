@@ -459,3 +459,165 @@ def test_bad_augmentations():
         one_sentence(e)
     with pytest.raises(Refused) as e: augmenter(size=32, padding=1)(torch.zeros(1,1,28,28, dtype=torch.uint8))
     one_sentence(e, '32', '30')
+
+# Groups, other targets, and test sets that nobody set apart
+
+def entry(monkeypatch, **kw):
+    monkeypatch.setitem(data.CATALOGUE, 'odd', data.Known(**{**dict(image=(4,4), n_train=16, n_test=4, n_classes=2, official=None, origin='a thing of ours'), **kw}))
+
+def odd(n=20, **more): return dict(train_x=np.repeat(np.arange(n, dtype=np.uint8), 16).reshape(n,4,4), train_y=np.arange(n)%2, **more)
+
+def write(folder, name, arrays):
+    folder.mkdir(exist_ok=True, parents=True)
+    np.savez(folder/f'{name}.npz', **arrays)
+
+def test_groups_of_a_file_leave_its_fingerprint(folder):
+    put(folder)
+    plain = load('mnist')
+    put(folder, train_coarse=np.arange(20)//5, test_coarse=np.arange(10)//5, names_coarse=np.array(list('wxyz')), train_age=np.arange(20), train_z=np.zeros(20), test_z=np.zeros(10))
+    d = load('mnist')
+    assert list(d.groups) == ['coarse'] and d.group_names == dict(coarse=list('wxyz')) and d.classes is None
+    assert d.fingerprint == plain.fingerprint == d.fingerprint_with() != d.fingerprint_with('coarse')
+    assert d.groups_of('test')['coarse'].tolist() == [0]*5+[1]*5 and d.groups_of('train', [3,7])['coarse'].tolist() == [0,1]
+    assert '4 values of coarse' in repr(d) and '4 values of coarse' in d._repr_html_()
+    with pytest.raises(Refused) as e: d.group('coarze')
+    one_sentence(e, "'coarse'")
+
+@pytest.mark.parametrize('change', [dict(train_coarse=np.zeros(19, int)), dict(test_coarse=np.zeros(11, int))])
+def test_groups_of_a_wrong_length_are_refused(folder, change):
+    put(folder, **{**dict(train_coarse=np.zeros(20, int), test_coarse=np.zeros(10, int)), **change})
+    with pytest.raises(Refused) as e: load('mnist')
+    one_sentence(e, "'coarse'")
+
+@pytest.mark.parametrize('bad', [np.zeros(3), np.zeros(2, int), np.zeros((3,1), int), np.array(['a']*3)])
+def test_groups_are_whole_numbers(bad):
+    with pytest.raises(Refused) as e: data.Dataset('d', np.zeros((3,4,4), np.uint8), np.zeros(3, int), np.zeros((1,4,4), np.uint8), np.zeros(1, int), groups=dict(g=(bad, np.zeros(1, int))))
+    one_sentence(e, "'g'", 'd')
+
+def test_a_fifth_becomes_the_test_set(folder, monkeypatch):
+    entry(monkeypatch, cut=('kind','y'))
+    write(folder, 'odd', odd(train_kind=np.arange(20)//10))
+    d = load('odd')
+    assert [len(d.train_y), len(d.test_y)] == [16, 4] and (d.fingerprint == load('odd').fingerprint)
+    assert sorted(zip(d.test_y.tolist(), d.group('kind')[1].tolist())) == [(0,0),(0,1),(1,0),(1,1)]
+    seen = {x.tobytes() for x in d.train_x} | {x.tobytes() for x in d.test_x}
+    assert len(seen) == 20
+    entry(monkeypatch, cut='patient')
+    write(folder, 'odd', odd(train_patient=np.arange(20)//4*7))
+    d = load('odd')
+    assert not set(d.group('patient')[0]) & set(d.group('patient')[1]) and len(d.test_y) == 4
+
+@pytest.mark.parametrize('without', ['train_patient','train_x','train_y'])
+def test_what_a_test_set_is_cut_from_must_be_there(folder, monkeypatch, without):
+    entry(monkeypatch, cut='patient')
+    write(folder, 'odd', {k: a for k,a in odd(train_patient=np.arange(20)).items() if k != without})
+    with pytest.raises(Refused) as e: load('odd')
+    one_sentence(e, without, 'odd.npz')
+
+def test_several_labels_and_masks(folder, monkeypatch):
+    entry(monkeypatch, target='multilabel', n_classes=3, cut=())
+    many = np.eye(3, dtype=np.float64)[np.arange(20)%3]
+    many[0,1] = float('nan')
+    write(folder, 'odd', dict(train_x=odd()['train_x'], train_multilabel=many, names_multilabel=np.array(list('abc'))))
+    d = load('odd')
+    assert d.kind == 'labels' and d.n_classes == 3 and d.classes == list('abc') and d.labels('train').dtype == torch.float32
+    assert np.isnan(np.concatenate([d.train_y, d.test_y])).sum() == 1 and not d.strata('train').any() and len(d.strata('test')) == 4
+    assert '3 labels' in repr(d) and 'image/png' in d._repr_html_()
+    entry(monkeypatch, target='mask', cut=())
+    write(folder, 'odd', dict(train_x=odd()['train_x'], train_mask=(np.arange(320).reshape(20,4,4)%3==0).astype(np.uint8)*255))
+    d = load('odd')
+    assert d.kind == 'masks' and d.n_classes == 2 and d.labels('test').shape == (4,4,4) and d.labels('test').dtype == torch.int64
+    assert d.train_y.max() == 1 and '2 classes of pixels' in repr(d) and d._repr_html_()
+
+@pytest.mark.parametrize('target,bad', [('multilabel', np.full((20,2), 2)), ('multilabel', np.zeros((20,3))), ('mask', np.full((20,4,4), 2)), ('mask', np.zeros((20,3,4), int)), ('mask', np.zeros((20,4,4)))])
+def test_wrong_targets_are_refused(folder, monkeypatch, target, bad):
+    entry(monkeypatch, target=target, cut=())
+    write(folder, 'odd', {'train_x': odd()['train_x'], f'train_{target}': bad})
+    with pytest.raises(Refused) as e: load('odd')
+    one_sentence(e, f'_{target}')
+    np.savez(folder/'odd.npz', train_x=odd()['train_x'])
+    with pytest.raises(Refused) as e: load('odd')
+    one_sentence(e, f'train_{target}')
+
+@pytest.mark.parametrize('name', [n for n,k in CATALOGUE.items() if k.origin])
+def test_what_nothing_can_download_says_what_it_is(folder, monkeypatch, name):
+    monkeypatch.delenv('FEDBOOK_OFFLINE')
+    with pytest.raises(Refused) as e: load(name)
+    one_sentence(e, folder/f'{name}.npz', CATALOGUE[name].origin, f'train_{CATALOGUE[name].target}', CATALOGUE[name].stand_in)
+
+def test_what_nothing_can_download_can_be_installed(folder, tmp_path, monkeypatch):
+    entry(monkeypatch, cut='patient')
+    write(tmp_path/'made', 'odd', odd(train_patient=np.arange(20)//4))
+    how = {e['name']: e['how'] for e in describe()}
+    assert how['odd'] == 'fedbook data install odd.npz' and how['usps'] == 'fedbook data fetch usps'
+    assert install(tmp_path/'made'/'odd.npz') == ['odd'] and len(load('odd').groups) == 1
+
+# The reader's own
+
+def mine(n=8, m=4, **kw):
+    x = np.arange((n+m)*16, dtype=np.uint8).reshape(-1,4,4)
+    return {**dict(train_x=x[:n], train_y=np.arange(n)%2, test_x=x[n:], test_y=np.arange(m)%2), **kw}
+
+@pytest.fixture
+def own(monkeypatch): monkeypatch.setattr(data, 'OWN', {}), monkeypatch.setattr(data, 'STATISTICS', dict(STATISTICS))
+
+def test_own_data_is_found_by_name(own):
+    d = add('mine', **mine(), classes=('a','b'), groups=dict(who=(np.arange(8)%4, np.arange(4))))
+    assert load('mine') is d and d.classes == ['a','b'] and d.n_classes == 2 and 'mine: 8 training images' in repr(d) and d._repr_html_()
+    assert [e for e in describe() if e['name']=='mine'][0]['where'] == 'memory'
+    assert add('mine', **mine(), classes=['a','b'], groups=d.groups) is d
+    assert abs(normaliser('mine')(d.images('train')).mean()) < 1e-6
+    for other in dict(mine(), train_y=np.ones(8, int)), dict(mine(), groups={}), dict(mine(), classes=['a','c'], groups=d.groups):
+        with pytest.raises(Refused) as e: add('mine', **other)
+        one_sentence(e, "'mine'", 'another name')
+    with pytest.raises(Refused) as e: add('mnist', **mine())
+    one_sentence(e, "'mnist'")
+    with pytest.raises(Refused) as e: load('mien')
+    one_sentence(e, "'mine'")
+
+def test_own_data_is_a_copy(own):
+    arrays = mine()
+    d = add('mine', **arrays)
+    before = d.fingerprint
+    arrays['train_x'][:] = 0
+    assert d.train_x.max() > 0 and before == arrays_fingerprint(d.train_x, d.train_y, d.test_x, d.test_y)
+
+@pytest.mark.parametrize('y', [np.array([[0,1.],[1,float('nan')]]*4), np.arange(8*16).reshape(8,4,4)%3])
+def test_own_targets_of_other_kinds(own, y):
+    d = add('mine', **mine(train_y=y, test_y=y[:4]))
+    assert d.kind == ('labels' if y.ndim==2 else 'masks') and d.n_classes == y.ndim and len(d.labels('train')) == 8
+
+@pytest.mark.parametrize('bad', [dict(train_x=np.zeros((8,4,4))), dict(test_x=np.zeros((4,5,4), np.uint8)), dict(train_x=np.zeros((8,16), np.uint8)), dict(train_x=np.zeros((8,4,4,4), np.uint8)),
+    dict(train_y=np.zeros(7, int)), dict(train_y=np.zeros(8)-1), dict(test_y=np.full(4, 2), classes=['a','b']), dict(train_y=np.zeros((8,2,2,2), int)), dict(groups=dict(g=np.zeros(8, int))),
+    dict(train_x=np.zeros((0,4,4), np.uint8), train_y=np.zeros(0, int)), dict(train_y=np.full((8,2), 3), test_y=np.zeros((4,2)))])
+def test_own_data_that_does_not_fit_is_refused(own, bad):
+    with pytest.raises(Refused) as e: add('mine', **mine(**bad))
+    one_sentence(e, 'mine')
+    assert not data.OWN
+
+def test_own_data_makes_a_federation(own):
+    from fedbook.experiments import dataset, federation, Setting
+    dataset.cache_clear()
+    add('mine', **mine(40, 8))
+    fed = federation(Setting('mine', partition=dict(name='iid', n_clients=4), protocol=dict(per_round=4)))
+    assert len(fed.data.clients) == 4 and fed.data.x.shape == (40,1,4,4)
+    dataset.cache_clear()
+
+# Several sources
+
+def test_join(own):
+    a = add('a', **mine(), classes=['p','q'])
+    colour = {k: np.stack([v]*3, -1).repeat(2, 1).repeat(2, 2) if k.endswith('x') else v for k,v in mine(6, 2).items()}
+    b = add('b', **colour)
+    j = join(['a', b], size=8)
+    assert j.name == 'a+b' and j.train_x.shape == (14,8,8,3) and j.test_x.shape == (6,8,8,3) and j.classes == ['p','q']
+    assert j.group('domain')[0].tolist() == [0]*8+[1]*6 and j.group('domain')[1].tolist() == [0]*4+[1]*2 and j.group_names == dict(domain=['a','b'])
+    assert (j.train_x[8:] == b.train_x).all() and (j.train_y == np.concatenate([a.train_y, b.train_y])).all()
+    assert (j.train_x[...,0] == j.train_x[...,2]).all()
+    grey = join([a, b], size=4, channels=1, name='grey')
+    assert (grey.train_x[:8] == a.train_x).all() and grey.train_x.shape == (14,4,4) and keep(grey) is load('grey')
+    for other in dict(mine(), classes=['q','p']), dict(mine(), train_y=np.arange(8)%3):
+        with pytest.raises(Refused) as e: join([a, data.Dataset('other', **other)])
+        one_sentence(e, 'other', 'same classes')
+    for bad in dict(size=0), dict(channels=2), dict(datasets=[]):
+        with pytest.raises(Refused): join(**{**dict(datasets=[a]), **bad})

@@ -15,7 +15,8 @@ from test_rounds import federation
 
 Y = np.repeat(np.arange(10), 100)
 CALLS = dict(iid={}, classes_per_client=dict(classes=2), shards_with_replacement=dict(classes=2), dirichlet=dict(alpha=.3),
-             dh_level=dict(level=80), quantity_skew=dict(alpha=.5), by_group=dict(groups=np.arange(1000)%40))
+             dh_level=dict(level=80), quantity_skew=dict(alpha=.5), by_group=dict(groups=np.arange(1000)%40),
+             natural=dict(groups=dict(domain=np.arange(1000)%40)))
 quick = settings(max_examples=60, deadline=None)
 seeds = st.integers(0, 2**40)
 alphas = st.one_of(st.sampled_from([5e-324, 1e-310, 1e-300, 1e-5, 1e6, 1e300]), st.floats(1e-3, 1e3))
@@ -45,7 +46,7 @@ def check(p, labels, disjoint=True, complete=True, once=True):
 def test_repeatable_and_seeded(name):
     p = make(name, seed=3)
     shards = name == 'shards_with_replacement'
-    check(p, Y, disjoint=not shards, complete=not shards and name != 'dh_level', once=not shards)
+    check(p, Y, disjoint=not shards, complete=not shards and name not in ('dh_level','natural'), once=not shards)
     assert same(p, make(name, seed=3)) and same(p, make(name, seed=np.int64(3)))
     assert p.scheme == name and not same(p, make(name, seed=4))
 
@@ -296,6 +297,59 @@ def test_by_group(groups, data, seed):
 
 def test_by_group_table_shows_labels():
     assert P.by_group(['b','a','b'], labels=[1,0,1]).table.tolist() == [[1,0],[0,2]]
+
+# ---- clients as the data was collected
+def test_old_schemes_make_the_partitions_they_always_made():
+    from fedbook.data import load
+    from fedbook.files import fingerprint
+    y = load('fashion_mnist_mini').train_y
+    made = {n: fingerprint(*(c.tobytes() for c in make(n, y, seed=3, **(dict(groups=np.arange(4000)%40) if n=='by_group' else {})).clients)) for n in CALLS if n != 'natural'}
+    assert made == dict(iid='a13b6008ae03786a', classes_per_client='bcb1c5ccc146f35f', shards_with_replacement='15e32299c9645025', dirichlet='505548f18d11ba92',
+                        dh_level='fde4280e28d35678', quantity_skew='0e4916725b6c56f4', by_group='263fd4ef5d208dcf')
+
+@quick
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3)), min_size=1, max_size=80).map(np.array), st.integers(1, 3), st.integers(1, 4), st.booleans(), seeds)
+def test_natural(rows, per_group, min_size, pairs, seed):
+    groups,n = dict(a=rows[:,0], b=rows[:,1]),len(rows)
+    group = ['a','b'] if pairs else 'a'
+    key = [tuple(r) if pairs else (r[0],) for r in rows.tolist()]
+    large = {k for k in key if key.count(k) >= per_group*min_size}
+    call = lambda **kw: P.natural(np.arange(n)%3, groups, group, per_group=per_group, min_size=min_size, **{'seed': seed, **kw})
+    if not large:
+        with pytest.raises(Refused, match='needed'): call()
+        return
+    p = call()
+    check(p, np.arange(n)%3, complete=len(large)==len(set(key)))
+    assert same(p, call()) and p.sizes.min() >= min_size and len(p.clients) == per_group*len(large)
+    whose = [{key[i] for i in c} for c in p.clients]
+    assert all(len(w)==1 for w in whose) and [w for w in whose[::per_group]] == [{k} for k in sorted(large)]
+    for j in range(0, len(whose), per_group): assert np.ptp(p.sizes[j:j+per_group]) <= 1 and whose[j] == whose[j+per_group-1]
+    few = call(n_clients=per_group*((len(large)+1)//2))
+    sizes = sorted((key.count(k) for k in large), reverse=True)
+    assert sorted((key.count(key[c[0]]) for c in few.clients[::per_group]), reverse=True) == sizes[:(len(large)+1)//2]   # the largest groups
+    for c,t in zip(p.clients, P.natural_test(p, groups, groups)): assert t.tolist() == [i for i in range(n) if key[i]==key[c[0]]]
+
+def test_natural_takes_its_samples_by_seed():
+    g = dict(who=np.arange(1000)%50)
+    pick = lambda seed: {tuple(sorted(set(g['who'][c]))) for c in P.natural(Y, g, 'who', 5, seed=seed).clients}
+    assert pick(0) == pick(0) and len({tuple(sorted(pick(s))) for s in range(20)}) > 15   # groups of one size: the seed decides
+    assert not same(P.natural(Y, g, 'who', per_group=2), P.natural(Y, g, 'who', per_group=2, seed=1))
+
+@pytest.mark.parametrize('given,said', [
+    (dict(group='wirter'), "'writer'"), (dict(group=[]), 'group'), (dict(n_clients=5, per_group=2), 'multiple of 2'), (dict(n_clients=9), 'to 4'), (dict(min_size=300), '300 samples'),
+    (dict(per_group=0), 'per_group'), (dict(groups={}), 'none'), (dict(groups=np.zeros(1000)), 'dict'), (dict(groups=dict(writer=[1,2])), '2 groups'), (dict(min_sise=1), "'min_size'")])
+def test_natural_refuses(given, said):
+    with pytest.raises(Refused) as e: P.make('natural', Y, **{**dict(groups=dict(writer=np.arange(1000)%4), group='writer'), **given})
+    assert said in str(e.value) and str(e.value)[-1] in '.?' and '\n' not in str(e.value)
+
+def test_groups_reach_only_the_schemes_that_want_them():
+    g = dict(writer=np.arange(1000)%4)
+    assert same(P.make('iid', Y, groups=g, n_clients=3), P.iid(Y, 3)) and len(P.make('natural', Y, groups=g, group='writer').clients) == 4
+    with pytest.raises(Refused, match='needs groups'): P.make('natural', Y, group='writer')
+    with pytest.raises(Refused, match="'natural'"): P.natural_test(P.iid(Y, 3), g, g)
+    p = P.natural(Y, g, 'writer')
+    assert [len(t) for t in P.natural_test(p, g, dict(writer=np.array([0,0,1,3])))] == [2,1,0,1]
+    with pytest.raises(Refused, match='1000 samples'): P.natural_test(p, dict(writer=[1]), g)
 
 # ---- matched test sets
 @quick

@@ -1,0 +1,230 @@
+"Published layouts, on tiny trees: every image where it belongs, no copy on both sides, and one sentence for whatever is missing"
+import json, os, pickle
+import numpy as np, pytest
+from PIL import Image
+from fedbook.errors import Refused
+from fedbook.published import *
+
+def draw(path, colour, mode='RGB', size=(5,5)):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.new(mode, size, colour).save(path)
+
+def refuses(said, f, *args, **kw):
+    with pytest.raises(Refused) as e: f(*args, **kw)
+    assert all(str(s) in str(e.value) for s in said.split('|')) and '\n' not in str(e.value) and str(e.value)[-1] in '.?', e.value
+
+def pixels(d, split): return [tuple(p) for p in getattr(d, f'{split}_x')[:,0,0].tolist()]
+
+# PACS and DomainNet
+
+DOMAINS,KINDS = ('art_painting','sketch'),('dog','elephant','giraffe')
+
+def pacs(root, below='kfold', lists=''):
+    for d,domain in enumerate(DOMAINS):
+        for c,kind in enumerate(KINDS):
+            for i in range(4): draw(root/below/domain/kind/f'pic_{i}.png', (100*d, 50*c, i))
+        rows = {'train': (0,1), 'crossval': (2,), 'test': (0,1,2)}
+        (root/lists).mkdir(exist_ok=True)
+        for end,which in rows.items():
+            (root/lists/f'{domain}_{end}_kfold.txt').write_text(''.join(f'{domain}/{k}/pic_{i}.png {c+1}\n' for c,k in enumerate(KINDS) for i in which) + 'sketch/dog/n02103406_4068-1.png 1\n'*(domain=='sketch'))
+    return root
+
+@pytest.mark.parametrize('below,lists', [('kfold',''), ('images','splits'), ('','')])
+def test_pacs(tmp_path, below, lists):
+    d = from_lists(pacs(tmp_path/'pacs', below, lists), size=5)
+    assert d.classes == list(KINDS) and d.group_names == dict(domain=list(DOMAINS)) and d.train_x.shape == (12,5,5,3) and d.test_x.shape == (6,5,5,3)
+    assert pixels(d, 'train') == [(100*g, 50*c, i%2) for i,(g,c) in enumerate(zip(d.group('domain')[0], d.train_y))]
+    assert {p[2] for p in pixels(d, 'test')} == {2} and (np.bincount(d.test_y) == 2).all()     # the crossval list, not the test list
+    d = from_lists(tmp_path/'pacs', size=3, classes=['giraffe','dog'], name='two')
+    assert d.classes == ['giraffe','dog'] and d.name == 'two' and {(y,p[1]) for y,p in zip(d.train_y.tolist(), pixels(d, 'train'))} == {(0,100),(1,0)}
+
+def test_domainnet(tmp_path):
+    for domain in ('clipart','real'):
+        for c,k in enumerate(('bird','feather')):
+            for i in range(3): draw(tmp_path/domain/k/f'{i}.jpg', (200,0,0))
+        for end,which in (('train',(0,1)),('test',(2,))):
+            (tmp_path/f'{domain}_{end}.txt').write_text('\n'.join(f'{domain}/{k}/{i}.jpg {c}' for c,k in enumerate(('bird','feather')) for i in which))
+    d = from_lists(tmp_path, 'domainnet', 4)
+    assert d.name == 'domainnet' and d.classes == ['bird','feather'] and len(d.train_y) == 8 and d.group('domain')[1].tolist() == [0,0,1,1]
+
+def test_bad_lists(tmp_path):
+    root = pacs(tmp_path/'pacs')
+    refuses("'giraffe'", from_lists, root, classes=['girafe'])
+    refuses("'pacs'", from_lists, root, 'pac')
+    refuses('is not domainnet|splits', from_lists, root, 'domainnet')
+    one = root/'sketch_train_kfold.txt'
+    good = one.read_text()
+    for line,said in (('sketch/dog/pic_9.png 1','pic_9.png'), ('sketch/dog/pic_0.png 0','from 1'), ('../../x.png 1','style/class/picture'), ('sketch/../../x.png 1','style/class/picture'), ('sketch/dog/pic_0.png','class number'), ('sketch/cow/pic_0.png 1','two folders')):
+        one.write_text(good + line)
+        refuses(said, from_lists, root)
+    one.write_text(good)
+    (root/'kfold/sketch/dog/pic_0.png').write_bytes(b'no picture')
+    refuses('pic_0.png|damaged', from_lists, root)
+
+# LEAF
+
+def page(rng, n): return (rng.integers(0, 256, (n,784))/255).tolist()
+
+def leaf(folder, name, of):
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder/name).write_text(json.dumps(dict(users=list(of), num_samples=[len(u['y']) for u in of.values()], user_data=of)))
+
+def test_leaf_keeps_one_of_equal_images(tmp_path):
+    rng = np.random.default_rng(0)
+    a,b = dict(x=page(rng, 10), y=list(range(10))),dict(x=page(rng, 5), y=[61]*5)
+    twice = dict(x=b['x'][:1]+b['x'], y=[61]*6)
+    leaf(tmp_path, 'all_data_0.json', dict(w2=a)), leaf(tmp_path, 'all_data_1.json', dict(w1=twice))
+    d = from_leaf(tmp_path)
+    every = np.concatenate([d.train_x, d.test_x])
+    assert len(every) == len({x.tobytes() for x in every}) == 15 and d.group_names == dict(writer=['w1','w2'])
+    assert [np.bincount(g).tolist() for g in d.groups['writer']] == [[4,8],[1,2]] and d.n_classes == 62 and d.classes[10] == 'A' and d.classes[61] == 'z'
+    first = every[np.concatenate(d.groups['writer'])==1]
+    assert {x.tobytes() for x in first} == {np.round(np.array(r)*255).astype(np.uint8).tobytes() for r in a['x']}
+    assert from_leaf(tmp_path).fingerprint == d.fingerprint != from_leaf(tmp_path, seed=1).fingerprint
+
+def test_leaf_split_has_no_copy_on_both_sides(tmp_path):
+    rng = np.random.default_rng(0)
+    x = page(rng, 4)
+    leaf(tmp_path/'train', 'all_data_0_niid_0_keep_0_train_9.json', dict(w=dict(x=x[:3], y=[1,2,3])))
+    leaf(tmp_path/'test', 'all_data_0_niid_0_keep_0_test_9.json', dict(w=dict(x=[x[0],x[3]], y=[1,4]), v=dict(x=[x[0]], y=[1])))
+    d = from_leaf(tmp_path)
+    assert d.train_y.tolist() == [1,2,3] and d.test_y.tolist() == [4,1] and d.group('writer')[1].tolist() == [1,0]   # another writer's equal image stays
+
+@pytest.mark.parametrize('bad', [[], dict(users=['w']), dict(users=['w'], user_data={}), dict(users=['w'], user_data=dict(w=[])), dict(users=['w'], user_data=dict(w=dict(x=[[0]*783], y=[1]))),
+    dict(users=['w'], user_data=dict(w=dict(x=[[0]*784,[0]], y=[1,1]))), dict(users=['w'], user_data=dict(w=dict(x=[[2]*784], y=[1]))), dict(users=['w'], user_data=dict(w=dict(x=[[0]*784], y=[62]))),
+    dict(users=['w'], user_data=dict(w=dict(x=[[0]*784], y=['a']))), dict(users=['w'], user_data=dict(w=dict(x=[[0]*784], y=[1,2])))])
+def test_bad_leaf(tmp_path, bad):
+    (tmp_path/'a.json').write_text(json.dumps(bad))
+    refuses('a.json', from_leaf, tmp_path)
+
+def test_damaged_or_no_leaf(tmp_path):
+    refuses('no JSON files', from_leaf, tmp_path)
+    (tmp_path/'a.json').write_text('{"users": [')
+    refuses('a.json|damaged', from_leaf, tmp_path)
+
+# CINIC-10
+
+def test_cinic10(tmp_path):
+    for p,part in enumerate(('train','valid','test')):
+        for c,k in enumerate(CINIC):
+            for i,name in enumerate(('cifar10-train-7.png','cifar-10-test-8.png','n02_3.png')): draw(tmp_path/part/k/name, (c,p,i), size=(32,32))
+    d = from_cinic10(tmp_path)
+    assert d.classes == CINIC == sorted(CINIC) and d.train_x.shape == (60,32,32,3) and len(d.test_y) == 30
+    assert [p[0] for p in pixels(d, 'train')] == d.train_y.tolist() and {p[1] for p in pixels(d, 'train')} == {0,1} and {p[1] for p in pixels(d, 'test')} == {2}
+    assert [int(p[2]==2) for p in pixels(d, 'train')] == d.group('origin')[0].tolist() and d.group_names['origin'][1] == 'ImageNet'
+    assert len(from_cinic10(tmp_path, parts=('train',)).train_y) == 30
+    os.rename(tmp_path/'test'/'ship', tmp_path/'test'/'boat')
+    refuses('ship', from_cinic10, tmp_path)
+    refuses('valid', from_cinic10, tmp_path/'train')
+
+# CIFAR-10-C
+
+def cifar_c(folder, n=20, kinds=('fog','snow')):
+    for i,k in enumerate(kinds):
+        a = np.zeros((5*n,32,32,3), np.uint8)
+        a[...,0],a[...,1],a[...,2] = (np.arange(5*n)%n)[:,None,None],(np.arange(5*n)//n+1)[:,None,None],i
+        np.save(folder/f'{k}.npy', a)
+    np.save(folder/'labels.npy', np.tile(np.arange(n)%10, 5).astype(np.uint8))
+
+def test_cifar_c_divides_by_photograph(tmp_path):
+    cifar_c(tmp_path)
+    d = from_cifar_c(tmp_path, severities=(2,5))
+    for split,j in (('train',0),('test',1)):
+        p = pixels(d, split)
+        assert [tuple(r) for r in zip(d.group('image')[j], d.group('severity')[j], d.group('corruption')[j])] == p and len(p) == (64,16)[j] and len(set(p)) == len(p)
+        assert [x%10 for x,_,_ in p] == getattr(d, f'{split}_y').tolist()
+    assert not {x for x,_,_ in pixels(d, 'train')} & {x for x,_,_ in pixels(d, 'test')} and {s for _,s,_ in pixels(d, 'train')} == {2,5}
+    one = from_cifar_c(tmp_path, ['snow'])
+    assert one.group_names == dict(corruption=['snow']) and {p[1:] for p in pixels(one, 'test')} == {(5,1)}
+    assert (one.group('image')[1] == d.group('image')[1][:4]).all()
+    from fedbook.partition import natural, natural_test
+    parts = natural(d.train_y, d.groups_of('train'), ['corruption','severity'])
+    assert len(parts.clients) == 4 and [len(t) for t in natural_test(parts, d.groups_of('train'), d.groups_of('test'))] == [4]*4
+
+def test_bad_cifar_c(tmp_path):
+    refuses('labels.npy', from_cifar_c, tmp_path)
+    cifar_c(tmp_path)
+    refuses("'snow'", from_cifar_c, tmp_path, ['snou'])
+    refuses('1 to 5', from_cifar_c, tmp_path, severities=(6,))
+    np.save(tmp_path/'fog.npy', np.zeros((99,32,32,3), np.uint8))
+    refuses('fog.npy|(100, 32, 32, 3)', from_cifar_c, tmp_path)
+    (tmp_path/'fog.npy').write_bytes(b'?')
+    refuses('fog.npy|damaged', from_cifar_c, tmp_path)
+    for labels in np.arange(100), np.zeros(99, int), np.zeros((20,5), int), np.zeros(100), np.array(3):
+        np.save(tmp_path/'labels.npy', labels)
+        refuses('labels.npy|five times', from_cifar_c, tmp_path)
+
+def test_pickles_are_never_read(tmp_path):
+    class Bomb:
+        def __reduce__(self): return os.mkdir, (str(tmp_path/'boom'),)
+    cifar_c(tmp_path)
+    for name in 'labels','fog':
+        np.save(tmp_path/f'{name}.npy', np.array([Bomb()], dtype=object), allow_pickle=True)
+        refuses(f'{name}.npy', from_cifar_c, tmp_path)
+        cifar_c(tmp_path)
+    (tmp_path/'fog.npy').write_bytes(pickle.dumps(Bomb()))
+    refuses('fog.npy', from_cifar_c, tmp_path)
+    assert not (tmp_path/'boom').exists()
+
+# CelebA
+
+def celeba(root, identity=True):
+    names = ['Bald','Blond_Hair','Male']
+    rows = {f'{i:06}.jpg': (-1, 1 if i%2 else -1, 1 if i%3 else -1) for i in range(1, 9)}
+    for i,f in enumerate(rows, 1): draw(root/'img_align_celeba'/f, (20*i,)*3)
+    (root/'list_attr_celeba.txt').write_text(f'8\n{" ".join(names)} \n' + ''.join(f'{f}  {"  ".join(map(str, r))}\n' for f,r in rows.items()))
+    (root/'list_eval_partition.txt').write_text(''.join(f'{f} {(0,0,0,0,1,1,2,2)[i]}\n' for i,f in enumerate(rows)))
+    if identity: (root/'identity_CelebA.txt').write_text(''.join(f'{f} {100+i//2}\n' for i,f in enumerate(rows)))
+    return root
+
+def test_celeba(tmp_path):
+    d = from_celeba(celeba(tmp_path), groups=('Male','Bald'), size=5)
+    assert d.train_y.tolist() == [1,0,1,0] and d.test_y.tolist() == [1,0] and d.group('Male')[0].tolist() == [1,1,0,1] and not d.group('Bald')[0].any()
+    assert d.group('identity')[0].tolist() == [100,100,101,101] and d.classes == ['not Blond_Hair','Blond_Hair']
+    assert [round(p[0]/20) for p in pixels(d, 'test')] == [7,8]
+    os.remove(tmp_path/'identity_CelebA.txt')
+    assert 'identity' not in from_celeba(tmp_path, target='Male', groups=()).groups
+
+def test_bad_celeba(tmp_path):
+    refuses('img_align_celeba', from_celeba, tmp_path)
+    celeba(tmp_path)
+    refuses("'Blond_Hair'", from_celeba, tmp_path, 'Blonde_Hair')
+    good = (tmp_path/'list_attr_celeba.txt').read_text()
+    for bad,said in ((good.replace('000001.jpg  -1', '000001.jpg'), '000001.jpg'), (good.replace('000001.jpg  -1', '000001.jpg  2'), '000001.jpg'), ('', 'no attribute'), (good.replace('000002.jpg', '../2.jpg'), '../2.jpg')):
+        (tmp_path/'list_attr_celeba.txt').write_text(bad)
+        refuses(said, from_celeba, tmp_path)
+    (tmp_path/'list_attr_celeba.txt').write_text(good)
+    (tmp_path/'identity_CelebA.txt').write_text('000001.jpg x\n')
+    refuses('identity_CelebA.txt', from_celeba, tmp_path)
+
+# CheXpert
+
+HEAD = 'Path,Sex,Age,Frontal/Lateral,AP/PA,No Finding,Edema\n'
+
+def chexpert(root, rows):
+    for i,r in enumerate(rows): draw(root/r.split(',')[0].split('/', 1)[1], i, 'L')
+    (root/'train.csv').write_text(HEAD + '\n'.join(rows))
+    return root
+
+def row(i, view='Frontal', findings='1.0,', study=1, sex='Male', ap='AP'):
+    return f'CheXpert-v1.0/train/patient{i:05}/study{study}/view1_{view.lower()}.jpg,{sex},60,{view},{ap if view=="Frontal" else ""},{findings}'
+
+def test_chexpert_counts_one_finding_and_splits_by_patient(tmp_path):
+    out = [row(90, 'Lateral'), row(91, findings='1.0,1.0'), row(92, findings=','), row(93, findings=',-1.0')]
+    kept = [row(i, findings=(',1.0','1.0,','1.0,0.0','0.0,1.0')[i%4], sex=('Male','Female')[i%2], ap=('AP','PA')[i%2], study=s) for i in range(10) for s in (1,2)]
+    d = from_chexpert(chexpert(tmp_path, out + kept), size=5)
+    assert len(d.train_y) == 16 and len(d.test_y) == 4 and d.classes == ['No Finding','Edema'] and d.train_x.shape == (16,5,5)
+    for j,y in enumerate((d.train_y, d.test_y)):
+        who = d.group('patient')[j]
+        assert (y == np.isin(who%4, (0,3))).all() and (d.group('female')[j] == who%2).all() and (d.group('ap')[j] == 1-who%2).all()
+    assert not set(d.group('patient')[0]) & set(d.group('patient')[1]) and from_chexpert(tmp_path, size=5).fingerprint == d.fingerprint
+    assert (d.train_x[:,0,0] // 2 - 2 == d.group('patient')[0]).all()
+
+def test_bad_chexpert(tmp_path):
+    refuses('train.csv', from_chexpert, tmp_path)
+    chexpert(tmp_path, [row(1), row(1, study=2)])
+    refuses('two patients', from_chexpert, tmp_path)
+    refuses("'Oedema'", from_chexpert, tmp_path, ('No Finding','Oedema'))
+    for bad,said in ((row(2, findings='x,'), 'train.csv'), (row(2).replace('patient','person'), 'patients'), (row(2).replace('study1','../..'), 'patients'), (row(2), 'patient00002')):
+        (tmp_path/'train.csv').write_text(HEAD + '\n'.join([row(1), bad]))
+        refuses(said, from_chexpert, tmp_path)
