@@ -592,15 +592,18 @@ def windows(
 def flip_crop(
     size:int=32, # Height and width of the window, in pixels
     padding:int=4, # Black pixels put around an image first
-): # A function from uint8 [b, c, h, w] to uint8 [b, c, size, size]
-    "A random window of each image, mirrored with probability ½"
+): # A function from uint8 [b, c, h, w] and targets to uint8 [b, c, size, size] and targets
+    "A random window of each image, mirrored with probability ½; targets that are masks go with it"
     for k,v in dict(size=size, padding=padding).items(): require(isinstance(v, int) and v >= 0, f'{k} must be a number of pixels, not {v!r}.')
-    def augment(x):
-        x = torch.nn.functional.pad(x, [padding]*4)
-        b,c,h,w = x.shape
+    def augment(x, y):
+        b,_,h,w = x.shape
+        h,w = h+2*padding,w+2*padding
         if size > min(h, w): raise Refused(f'A window of {size} pixels does not fit into padded images of {h}×{w}.')
-        where = windows(b, h, w, size, x.device)[:,None].expand(-1, c, -1)
-        return x.flatten(2).gather(2, where).view(b, c, size, size)
+        where = windows(b, h, w, size, x.device)[:,None]
+        def moved(t): # [b, c, h, w]
+            t = torch.nn.functional.pad(t, [padding]*4)
+            return t.flatten(2).gather(2, where.expand(-1, t.shape[1], -1)).view(b, -1, size, size)
+        return moved(x), moved(y[:,None])[:,0] if y.dim()==3 else y
     return augment
 
 # %% ../nbs/01_foundations/11_data.ipynb #c8dfcfdd

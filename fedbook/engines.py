@@ -7,7 +7,8 @@ __all__ = ['OFTEN', 'CACHE', 'SEVERAL', 'NO_GPU', 'ONLY_GPU', 'TEAMS', 'ENGINES'
            'step_groups', 'in_chunks', 'steps', 'augmented', 'train', 'train_stack', 'train_phase', 'stacked_phase',
            'stackable', 'worth_a_trace', 'common', 'local_step_of', 'replies_of', 'follow', 'FellBack', 'out_of_memory',
            'Traced', 'views', 'give_up', 'halve', 'stacked', 'graphs', 'cores', 'Processes', 'team_of', 'disband',
-           'engine', 'used', 'possible', 'trial', 'round_seconds', 'measure', 'local_steps', 'kind', 'choice']
+           'engine', 'used', 'possible', 'trial', 'round_seconds', 'measure', 'local_steps', 'kind', 'choice',
+           'Fastest']
 
 # %% ../nbs/01_foundations/38_engines.ipynb #dd562e60
 from collections import Counter
@@ -296,6 +297,7 @@ def used(
     engine, # After a run
 ) -> str: # A name in `ENGINES`
     "What an engine has done in the end"
+    if isinstance(engine, Fastest): return ', '.join(dict.fromkeys(map(used, engine.made.values())))
     if getattr(engine, 'obstacle', ''): return 'one_by_one'
     if isinstance(engine, Processes): return 'traced_processes' if isinstance(engine.engine, Traced) else 'processes'
     if not isinstance(engine, Traced): return 'one_by_one'
@@ -390,3 +392,16 @@ def choice(
             with writing(file) as part: part.write_text(json.dumps(CHOICES, indent=1))
         except Refused: pass # a folder without permission: the choice is measured again next time
     return CHOICES[key]
+
+# %% ../nbs/01_foundations/38_engines.ipynb #e8af4ed1
+class Fastest:
+    "For each run the engine of its `choice`"
+    def __init__(self, device:str='cpu'): self.device,self.made = device,{}
+
+    def of(self, fed:Federation): # An engine, the same for runs that are alike
+        if 'kind' not in vars(fed): fed.kind = kind(fed)
+        if fed.kind not in self.made: self.made[fed.kind] = engine(choice(fed)[0], self.device)
+        return self.made[fed.kind]
+
+    def __call__(self, fed, *what): return self.of(fed)(fed, *what)
+    def together(self, asked): go = self.of(asked[0][0]); return go.together(asked) if hasattr(go, 'together') else [go(*a) for a in asked]

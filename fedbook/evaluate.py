@@ -54,7 +54,9 @@ def evaluate(
     "The global model on the test set, on each client's part of it, and on the parts of each group"
     d,task,values = fed.data,fed.local.task,globally(fed, state, *fed.data.test)
     rows = [[r, None, k, v] for k,v in task.reported(task.metrics(values)).items()]
-    return rows + [row for name,parts in dict(client=d.test_clients or [], **d.groups).items() for row in rows_of(task, values, parts, r, name)]
+    own = globally(fed, state, *d.own_test) if d.own_test else values
+    rows += rows_of(task, own, d.test_clients or [], r, 'client')
+    return rows + [row for name,parts in d.groups.items() for row in rows_of(task, values, parts, r, name)]
 
 def globally(fed, state, x, y):
     "`score` of the global model"
@@ -79,7 +81,7 @@ def personal_scores(
     r:int, # Rounds done
 ) -> list: # Rows [round, client, metric, value]
     "A client's own model on its part of the test set, and on the samples that it does not train on"
-    c,(x,y) = client_view(fed, state, i, r),fed.data.test
+    c,(x,y) = client_view(fed, state, i, r),fed.data.of_clients()
     with seeded(fed.seed, 'personal', i, device=str(x.device)): w = fed.method.personal(c)
     def rows(name, x, y, prepare): return rows_of(fed.local.task, score(c.net, w, c.buffers, x, y, prepare, task=fed.local.task), [range(len(y))], r, name)
     idx = torch.as_tensor(np.asarray(fed.data.test_clients[i]), device=x.device) if fed.data.test_clients else []
@@ -101,5 +103,5 @@ def evaluate_personal(
     "All clients' own models, as a question; one that is everybody's is scored but once"
     d = fed.data
     if not (d.test_clients or d.held): return []
-    if shared(fed) and not d.held: return rows_of(fed.local.task, globally(fed, state, *d.test), d.test_clients, r, 'personal')
+    if shared(fed) and not d.held: return rows_of(fed.local.task, globally(fed, state, *d.of_clients()), d.test_clients, r, 'personal')
     return sum((yield fed, state, list(range(len(d.clients))), r, personal_scores), [])

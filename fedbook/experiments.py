@@ -4,33 +4,36 @@
 
 # %% auto #0
 __all__ = ['BESIDE', 'UNCHANGED', 'Setting', 'local', 'protocol', 'device', 'dataset', 'images', 'classifier', 'preparation',
-           'normaliser', 'frozen_features', 'network', 'split', 'resplit', 'federation', 'code_fingerprint',
-           'user_code', 'is_user_model', 'weights', 'equivalent_codes', 'Case', 'run_case', 'checkpoint', 'record',
-           'device_name', 'expected_costs', 'timed', 'run_cases', 'without_running', 'newest', 'together',
-           'delete_checkpoint', 'progress']
+           'normaliser', 'frozen_features', 'network', 'split', 'resplit', 'shared_out', 'own_tests', 'hold_out',
+           'shifted', 'groups_of', 'federation', 'stage_after', 'own_models', 'stages_of', 'of_stage',
+           'code_fingerprint', 'user_code', 'is_user_model', 'weights', 'equivalent_codes', 'Case', 'run_case',
+           'checkpoint', 'record', 'device_name', 'expected_costs', 'timed', 'run_cases', 'without_running', 'newest',
+           'together', 'delete_checkpoints', 'progress']
 
 # %% ../nbs/01_foundations/50_experiments.ipynb #63b38e0c
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 import json, os, platform, shutil, time
 import numpy as np, torch
 from tqdm.auto import tqdm
 import fedbook
-from . import data as datasets, partition as partitions
-from .engines import choice, cores, engine as named_engine, local_steps, used
+from . import data as datasets, partition as partitions, shifts
+from .engines import choice, cores, engine as named_engine, Fastest, local_steps, used
 from .features import cached_features, head_net
 from .files import fingerprint, locked, writing
+from .memory import Memory
 from .method import combined, LocalTraining, method
 from .models import BUILT_IN, Net, build, MODELS, weights_fingerprint
 from .optim import OPTIMISERS, SCHEDULES
 from .results import append, plain, read
+from .errors import choose, require
 from .evaluate import evaluate, shared, validate
-from .federation import begin, FederatedData, Federation, Protocol, ready
+from .federation import begin, client_views, FederatedData, Federation, Protocol, ready
 from .rounds import rounds_of, run_in_lockstep
 from .settings import check_names, Checked, make, setting
 from .sources import Sources
-from .streams import stream
+from .streams import seeded, stream
 from .tasks import TASKS
 
 # %% ../nbs/01_foundations/50_experiments.ipynb #4b9c748d
@@ -46,12 +49,27 @@ class Setting(Checked):
     local: dict = field(default_factory=dict) # Settings of `LocalTraining`; `optimiser` and `schedule` are dicts with a name
     protocol: dict = field(default_factory=dict) # Settings of `Protocol`
     validation: float = setting(.1, 'share of the training data kept as validation part', low=0, high=.9)
-    personal: bool = False # Score each client's model on test images in its class shares, too?
+    personal: bool = False # Score each client's model, too, on test images in its class shares or of its group?
     leaky: bool = False # Share out the test set among the clients, too, and train on three quarters of what each one gets?
+    held: float = setting(0., 'share of each client\'s samples that it does not train on, to choose by', low=0, high=.9)
+    groups: list = field(default_factory=list) # Groups of the data set, or 'class', whose parts of the test set are scored
+    shift: list = field(default_factory=list) # Shifts of `fedbook.shifts`, of which each client has one, in training and in its own test images
+    augment: dict = field(default_factory=dict) # Settings of `fedbook.data.augmenter`; none: training images as they are
+    after: list = field(default_factory=list) # Stages that follow, each a dict with `method` and where they differ `local` and `protocol`
 
     def __post_init__(self):
         super().__post_init__()
         method(**self.method), local(**self.local), protocol(**self.protocol)
+        for name in self.shift: shifts.named(name)
+        require(not (self.frozen and (self.shift or self.augment)), 'Features of a frozen body are computed once, from images as they are; leave out shift and augment, or take frozen=False.')
+        for i in range(len(self.after)): self.stage(i+1)
+
+    def stage(self, i:int) -> 'Setting': # 0 is the setting's own run
+        "The setting of a stage: what it does not name is as in the run before it"
+        if i==0: return replace(self, after=[])
+        before,new = self.stage(i-1),self.after[i-1]
+        check_names(f'stage {i}', new, ['method','local','protocol'])
+        return replace(before, method=new['method'], local={**before.local, **new.get('local', {})}, protocol={**before.protocol, **new.get('protocol', {})})
 
     def given(self) -> dict: # Field name to value
         "The fields that are not at their default, so that a new field changes no old setting"
@@ -136,7 +154,7 @@ def network(
 # %% ../nbs/01_foundations/50_experiments.ipynb #fa649f7a
 def split(d, share:float, seed:int): # Two index arrays
     "Positions of training and validation samples, both in the official training set"
-    labels = d.labels('train').numpy()
+    labels = d.strata('train')
     return datasets.split_validation(labels, share, seed) if share else (torch.arange(len(labels)).numpy(), [])
 
 # %% ../nbs/01_foundations/50_experiments.ipynb #94b79943
@@ -149,23 +167,102 @@ def resplit(
     parts = [np.split(stream(seed, 'resplit', i).permutation(c), [-(-3*len(c)//4)]) for i,c in enumerate(clients)]
     return [train for train,_ in parts],[np.sort(rest[rest >= n]) - n for _,rest in parts]
 
+# %% ../nbs/01_foundations/50_experiments.ipynb #d512730c
+def shared_out(s:Setting, d, where, seed:int): # A `fedbook.partition.Partition`
+    "Who holds which of the samples `where`"
+    strata,groups = d.strata('train'),d.groups_of('train')
+    if s.leaky: strata,groups = np.concatenate([strata, d.strata('test')]),{k: np.concatenate([g, d.groups_of('test')[k]]) for k,g in groups.items()}
+    given = {k: v for k,v in s.partition.items() if k!='name'}
+    return partitions.make(s.partition['name'], strata[where], seed=seed, **{'groups': {k: g[where] for k,g in groups.items()}, **given})
+
+def own_tests(s:Setting, d, parts, where, seed:int) -> list:
+    "Per client, positions in the test set"
+    if parts.scheme=='natural': return partitions.natural_test(parts, d.groups_of('train', where), d.groups_of('test'))
+    return partitions.matched_test(parts, d.strata('test'), seed=seed)
+
+# %% ../nbs/01_foundations/50_experiments.ipynb #d4ac3016
+def hold_out(clients:list, share:float, seed:int) -> tuple[list, list]:
+    "Positions that clients train on, and those held out; `None` for these where nothing is"
+    if not share: return clients,None
+    parts = [[c[p] for p in datasets.split_validation(len(c), share, seed, 'held', i)] for i,c in enumerate(clients)]
+    return [train for train,_ in parts],[held for _,held in parts]
+
+def shifted(s:Setting, clients:list, held:list, own:list, train:tuple, test:tuple, seed:int) -> tuple: # x, y, positions of own test samples, and (x, y) that those point into
+    "Each client's samples as it sees them"
+    if not s.shift: return *train,own,None
+    fs = [shifts.named(k) for k in shifts.for_clients(s.shift, len(clients), seed)]
+    mine = [np.concatenate([c, h]) for c,h in zip(clients, held or [[]]*len(clients))]
+    x,y = shifts.shifted(*train, [m.astype(np.int64) for m in mine], fs, seed)
+    if not own: return x,y,own,None
+    tx,ty,places = shifts.shifted_test(*test, own, fs, seed)
+    return x,y,places,(tx, ty)
+
+def groups_of(s:Setting, d, y) -> dict: # Name to parts, each positions in the test set
+    "The groups that are scored"
+    known = dict(d.groups_of('test'), **({'class': y.cpu().numpy()} if d.kind=='classes' else {}))
+    return {k: [np.flatnonzero(known[k]==v) for v in np.unique(known[k])] for k in s.groups if choose(k, list(known), f'group of {s.data}') is not None}
+
 # %% ../nbs/01_foundations/50_experiments.ipynb #0dd6ffd4
 def federation(
     s:Setting, # The experiment
     seed:int=0, # Decides the validation part, the partition, fresh weights and all training
     device:str='cpu', # Where to compute
 ) -> Federation: # Ready to `run`
-    "The federation that a setting describes"
+    "The federation that a setting describes, of its first stage"
     d,(x,tx,net,prepare) = dataset(s.data),network(s, seed, device)
     y,ty = d.labels('train').to(device),d.labels('test').to(device)
     train,val = split(d, s.validation, seed)
+    validation = (x[val], y[val]) if len(val) else None
     if s.leaky: x,y,train = torch.cat([x, tx]),torch.cat([y, ty]),np.concatenate([train, np.arange(len(y), len(y)+len(ty))])
-    parts = partitions.make(s.partition['name'], y.cpu().numpy()[train], seed=seed, **{k: v for k,v in s.partition.items() if k!='name'})
+    parts = shared_out(s, d, train, seed)
     clients,own = [train[c] for c in parts.clients],None
     if s.leaky: clients,own = resplit(clients, len(y)-len(ty), seed)
-    elif s.personal: own = partitions.matched_test(parts, ty.cpu().numpy(), seed=seed)
-    data = FederatedData(x, y, clients, (tx,ty), (x[val],y[val]) if len(val) else None, own, prepare)
+    elif s.personal: own = own_tests(s, d, parts, train, seed)
+    clients,held = hold_out(clients, s.held, seed)
+    x,y,own,own_test = shifted(s, clients, held, own, (x, y), (tx, ty), seed)
+    data = FederatedData(x, y, clients, (tx,ty), validation, own, prepare, datasets.augmenter(**s.augment) if s.augment else None, held, groups_of(s, d, ty), own_test=own_test)
     return Federation(method(**s.method), net, data, local(**s.local), protocol(**s.protocol), seed)
+
+# %% ../nbs/01_foundations/50_experiments.ipynb #ad9d7420
+def stage_after(
+    fed:Federation, # The run before
+    state:dict, # Its last state
+    s:Setting, # Of the stage
+    i:int, # Its number, from 1
+) -> Federation: # Ready to `run`
+    "The run that goes on where another has ended"
+    device = str(fed.data.x.device)
+    net = network(s, fed.seed, device)[2].at(state['server']['w'], state['buffers'])
+    seed = int(stream(fed.seed, 'stage', i).integers(2**31)) # another order of batches than in the first rounds
+    return Federation(method(**s.method), net, fed.data, local(**s.local), protocol(**s.protocol), seed, own_models(fed, state))
+
+def own_models(fed, state) -> Memory: # `None` where all have the global one
+    "Each client's model after the last round"
+    if shared(fed): return None
+    found,r = Memory(),fed.protocol.rounds
+    for i in range(len(fed.data.clients)):
+        c, = client_views(fed, state, [i], r)
+        with seeded(fed.seed, 'personal', i, device=str(c.own.device)): w = fed.method.personal(c)
+        found = found.after({str(i): dict(w={k: v for k,v in w.items() if k in state['server']['w']}, buffers=c.buffers)})
+    return found
+
+# %% ../nbs/01_foundations/50_experiments.ipynb #377e0468
+def stages_of(
+    s:Setting, # The experiment
+    seed:int=0, # Of all its stages
+    device:str='cpu', # Where to compute
+    checkpoint:Path=None, # Of the first stage; those of others lie beside it
+): # As `rounds_of`
+    "All stages of a run, one after the other"
+    fed,done,rows = federation(s.stage(0), seed, device),0,[]
+    for i in range(len(s.after)+1):
+        if i: fed = stage_after(fed, state, s.stage(i), i)
+        state,new = yield from rounds_of(fed, checkpoint and of_stage(checkpoint, i))
+        rows += [[done+r, *row] for r,*row in new]
+        done += fed.protocol.rounds
+    return state,rows
+
+def of_stage(checkpoint:Path, i:int) -> Path: return Path(checkpoint).with_suffix(f'.{i}.part') if i else Path(checkpoint)
 
 # %% ../nbs/01_foundations/50_experiments.ipynb #4f0a7c2d
 BESIDE = ('fedbook', *(f'fedbook.{m}' for m in ('sources','trace','workers','engines','results','papers','manifest','claims','experiments','unchanged','runner','cli')))
@@ -249,9 +346,8 @@ def run_case(
     **about, # The records' paper, table, profile and stand_in
 ) -> list[dict]: # Per seed a record for `fedbook.results`; its `seconds` are its share of those since the runs were last taken up
     "Run one cell"
-    start,feds = time.time(),[federation(case.setting, s, device) for s in seeds]
-    go = named_engine(choice(ready(feds[0]))[0] if engine=='auto' else engine, device)
-    runs = [rounds_of(f, folder and checkpoint(case, s, folder)) for f,s in zip(feds, seeds)]
+    start,go = time.time(),Fastest(device) if engine=='auto' else named_engine(engine, device)
+    runs = [stages_of(case.setting, s, device, folder and checkpoint(case, s, folder)) for s in seeds]
     ends = run_in_lockstep(runs, getattr(go, 'together', lambda asked: [go(*a) for a in asked]))
     about.update(seconds=round((time.time()-start)/len(seeds), 3), device=device_name(device), engine=used(go))
     return [record(case, s, rows, **about) for s,(_,rows) in zip(seeds, ends)]
@@ -282,13 +378,18 @@ def expected_costs(
 ) -> list: # For each, the name of its engine, and seconds
     "How long runs will take on their engines, from the time of a local step of each method and of one scoring of test set and validation part"
     if not todo: return []
-    fed = ready(federation(todo[0][0].setting, todo[0][1], device))
+    fed = ready(federation(todo[0][0].setting.stage(0), todo[0][1], device))
     per_test,per_round = (timed(lambda: f(fed, begin(fed), 0)) for f in (evaluate, validate))
-    def cost(case):
-        f = ready(federation(case.setting, todo[0][1], device))
+    def of_stage(f):
         (engine,step),p,d = choice(f),f.protocol,f.data
         personal = 0 if shared(f) else sum(map(len, d.test_clients or []))/len(d.test[1])
-        return engine, local_steps(f)*step + p.rounds*per_round + (p.rounds//p.evaluate_every + personal)*per_test
+        scorings = p.rounds//p.evaluate_every + personal*(1 + (p.rounds-1)//(p.personal_every or p.rounds))
+        return engine, local_steps(f)*step + p.rounds*per_round + scorings*per_test
+    def cost(case):
+        s,f = case.setting,federation(case.setting.stage(0), todo[0][1], device)
+        then = [replace(f, method=method(**t.method), local=local(**t.local), protocol=protocol(**t.protocol)) for t in map(s.stage, range(1, len(s.after)+1))]
+        engines,seconds = zip(*(of_stage(ready(g)) for g in [f, *then]))
+        return engines[0], sum(seconds)
     costs = {i: cost(case) for i,case in {id(c): c for c,_ in todo}.items()}
     return [costs[id(c)] for c,_ in todo]
 
@@ -327,7 +428,7 @@ def run_cases(
         with tqdm(total=len(todo), desc=f'about {expected:.0f} s', disable=None) as bar:
             for case,some in together(todo, [name if engine=='auto' else engine for name,_ in plans], device):
                 for r in run_case(case, some, device, folder, engine, **about): append(path, r); done[r['fingerprint']] = r
-                for seed in some: delete_checkpoint(checkpoint(case, seed, folder))
+                for seed in some: delete_checkpoints(case, seed, folder)
                 bar.update(len(some))
                 left = sum(k not in done for k in wanted)
                 report(len(todo)-left, (time.time()-start)/(len(todo)-left)*left)
@@ -366,10 +467,12 @@ def together(
         groups.setdefault(key, (case, []))[1].append(seed)
     return list(groups.values())
 
-def delete_checkpoint(checkpoint:Path):
+def delete_checkpoints(case:Case, seed:int, folder:Path):
     "Delete what a finished run has left beside its records"
-    checkpoint.unlink(missing_ok=True)
-    shutil.rmtree(checkpoint.with_suffix('.memory'), ignore_errors=True)
+    for i in range(len(case.setting.after)+1):
+        file = of_stage(checkpoint(case, seed, folder), i)
+        file.unlink(missing_ok=True)
+        shutil.rmtree(file.with_suffix('.memory'), ignore_errors=True)
 
 # %% ../nbs/01_foundations/50_experiments.ipynb #2e014e76
 def progress(

@@ -22,7 +22,7 @@ from .method import Client, FedAvg, LocalTraining, work_of
 from .models import Classifier, lies_in, Net, part, weights_fingerprint
 from .settings import Checked, setting
 from .streams import seeded
-from .tensors import clone
+from .tensors import checksum, clone, flatten
 
 # %% ../nbs/01_foundations/31_federation.ipynb #1ff8cb0a
 @dataclass(frozen=True)
@@ -56,6 +56,11 @@ class FederatedData:
     held: list = None # Per client, positions in `x` that it does not train on, to choose by
     groups: dict = field(default_factory=dict) # Name to parts of the test set, each positions in `test`: its classes, domains, writers
     names: list = None # What the clients are called; `None`: by their numbers
+    own_test: tuple = None # (samples, targets) that `test_clients` points into; `None`: the official test set
+
+    def of_clients(self) -> tuple: # (samples, targets)
+        "What `test_clients` points into"
+        return self.own_test or self.test
 
     def __post_init__(self):
         self.clients = [np.asarray(c) for c in self.clients]
@@ -87,6 +92,7 @@ class Federation:
     local: LocalTraining = field(default_factory=LocalTraining) # How clients train
     protocol: Protocol = field(default_factory=Protocol) # How rounds go
     seed: int = 0 # All random streams hang on it
+    origins: Memory = None # Where each client begins, `w` and `buffers`, if not all begin with the network's
     set_aside: list = field(default_factory=list, repr=False, compare=False) # Who did not count in a round, and why
 
     def __post_init__(self):
@@ -159,11 +165,12 @@ def client_views(
     "Clients at the beginning of round `r`; what they keep is picked for all together"
     d,(local,phases) = fed.data,work_of(fed.method, fed.local, r)
     def at(positions): return torch.as_tensor(np.asarray(positions, dtype=np.int64), device=d.x.device)
-    def view(i, memory, buffers):
+    def view(i, memory, buffers, origin):
+        first = origin or dict(w=fed.net.weights(), buffers=state['buffers'])
         return Client(fed.net, local, (d.x, d.y), at(d.clients[i]), i, r, fed.seed, fed.method.send(state['server'], i),
-            fed.method.client(fed.net.weights()) if memory is None else memory, clone(state['buffers'] if buffers is None else buffers),
+            fed.method.client(first['w']) if memory is None else memory, clone(first['buffers'] if buffers is None else buffers),
             d.prepare, d.augment, phases, held=at(d.held[i]) if d.held else None)
-    return [view(*a) for a in zip(ids, *(recalled(state[k], [str(i) for i in ids]) for k in PER_CLIENT))]
+    return [view(*a) for a in zip(ids, *(recalled(kept, [str(i) for i in ids]) for kept in (*(state[k] for k in PER_CLIENT), fed.origins or {})))]
 
 def client_view(fed:Federation, state:dict, i:int, r:int) -> Client:
     "Client `i` at the beginning of round `r`"
@@ -189,7 +196,8 @@ def ready(
 # %% ../nbs/01_foundations/31_federation.ipynb #52cf7383
 def converted(d:FederatedData, f) -> FederatedData:
     "Data with `f` of all samples, and nothing left to prepare"
-    return replace(d, x=f(d.x), test=(f(d.test[0]), d.test[1]), validation=d.validation and (f(d.validation[0]), d.validation[1]), prepare=as_is)
+    def each(pair): return pair and (f(pair[0]), pair[1])
+    return replace(d, x=f(d.x), test=each(d.test), own_test=each(d.own_test), validation=each(d.validation), prepare=as_is)
 
 def sample_bytes(d:FederatedData) -> int:
     "The memory of a sample that is ready for the network"
@@ -216,6 +224,6 @@ def identity(
 ) -> str: # 16 hexadecimal digits
     "A hash of everything that a run depends on but the number of its rounds"
     d,p = fed.data,{k: v for k,v in fed.protocol.settings().items() if k!='rounds'}
-    samples = [contents(t) for t in (d.x, d.y, *d.test, *(d.validation or ()))] + [contents(d.prepare(d.x[:1]))]
+    samples = [contents(t) for t in (d.x, d.y, *d.test, *(d.own_test or ()), *(d.validation or ()))] + [contents(d.prepare(d.x[:1]))]
     clients = [np.asarray(i).tolist() for i in [*d.clients, *(d.test_clients or []), *(d.held or []), *(p for parts in d.groups.values() for p in parts)]]
-    return fingerprint(type(fed.method).__qualname__, fed.method.settings(), repr(fed.local), p, fed.seed, weights_fingerprint(fed.net.module), fed.net.frozen, samples, clients)
+    return fingerprint(type(fed.method).__qualname__, fed.method.settings(), repr(fed.local), p, fed.seed, weights_fingerprint(fed.net.module), fed.net.frozen, samples, clients, [checksum(flatten(o), {}) for o in (fed.origins or {}).values()])

@@ -435,7 +435,7 @@ def by_hand(x, top, left, mirrored, size, padding):
 @pytest.mark.parametrize('channels, size, padding', [(1,8,2), (3,8,4), (3,6,0), (1,11,2)])
 def test_each_image_is_a_window_of_itself(channels, size, padding):
     x = torch.randint(1, 256, (12, channels, 8, 8), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
-    out = augmenter('flip_crop', size=size, padding=padding)(x)
+    out = augmenter('flip_crop', size=size, padding=padding)(x, torch.zeros(12))[0]
     assert out.shape == (12, channels, size, size) and out.dtype == torch.uint8
     steps = range(8+2*padding-size+1)
     for a,b in zip(x.numpy(), out.numpy()):
@@ -443,11 +443,12 @@ def test_each_image_is_a_window_of_itself(channels, size, padding):
 
 def test_all_windows_occur_inside_one_batch_and_evenly():
     x = torch.arange(1, 17, dtype=torch.uint8).view(1,1,4,4).expand(9000,-1,-1,-1)
-    with seeded(0, 'windows'): kinds,counts = augmenter(size=4, padding=1)(x).unique(dim=0, return_counts=True)
+    with seeded(0, 'windows'): kinds,counts = augmenter(size=4, padding=1)(x, torch.zeros(len(x)))[0].unique(dim=0, return_counts=True)
     assert len(kinds) == 18 and counts.min() > 400 and counts.max() < 600
 
 def test_augmentation_is_decided_by_the_stream():
-    x,f = load('fashion_mnist_mini').images('train')[:50],augmenter(size=28)
+    x,change = load('fashion_mnist_mini').images('train')[:50],augmenter(size=28)
+    def f(x): return change(x, torch.zeros(len(x)))[0]
     with seeded(0, 'a'): a = f(x)
     torch.rand(7)
     with seeded(0, 'a'): assert (f(x) == a).all()
@@ -457,7 +458,7 @@ def test_bad_augmentations():
     for bad in (dict(name='flipcrop'), dict(sise=3), dict(size=-1), dict(padding=-1), dict(padding=1.5)):
         with pytest.raises(Refused) as e: augmenter(**bad)
         one_sentence(e)
-    with pytest.raises(Refused) as e: augmenter(size=32, padding=1)(torch.zeros(1,1,28,28, dtype=torch.uint8))
+    with pytest.raises(Refused) as e: augmenter(size=32, padding=1)(torch.zeros(1,1,28,28, dtype=torch.uint8), torch.zeros(1))
     one_sentence(e, '32', '30')
 
 # Groups, other targets, and test sets that nobody set apart

@@ -148,7 +148,7 @@ def test_a_new_field_at_its_default_changes_no_old_run():
 def test_defaults_of_a_setting_stay_as_they_are():
     "A run's fingerprint leaves out what is at its default: give a new behaviour a new field instead"
     assert Setting('mnist').settings()==dict(data='mnist', model=dict(name='softmax'), input={}, frozen=False, partition=dict(name='iid', n_clients=10), method=dict(name='fedavg'), local={}, protocol={},
-        validation=.1, personal=False, leaky=False)
+        validation=.1, personal=False, leaky=False, held=0., groups=[], shift=[], augment={}, after=[])
 
 @pytest.fixture
 def published(tmp_path, monkeypatch):

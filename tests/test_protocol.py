@@ -69,8 +69,7 @@ class FedRolex(HeteroFL):
 CASES = dict(head_first=(HeadFirst(), dict(blocks=True)), momentum=(Momentum(), {}), last_loss=(LastLoss(), {}), heterofl=(HeteroFL(), {}), fedrolex=(FedRolex(), {}))
 
 def double(m, module, **kw):
-    fed = federation(m, module=mlp(**module).double(), local=LocalTraining(3, 4, SGD(.1, .9)), **kw)
-    return replace(fed, data=replace(fed.data, x=fed.data.x.double(), test=(fed.data.test[0].double(), fed.data.test[1])))
+    return federation(m, module=mlp(**module).double(), local=LocalTraining(3, 4, SGD(.1, .9)), dtype=torch.float64, **kw)
 
 @pytest.mark.parametrize('engine', ENGINES)
 @pytest.mark.parametrize('case', CASES)

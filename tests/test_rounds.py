@@ -32,11 +32,11 @@ def fitting(name):
     "A method with settings that fit small networks and few rounds"
     return method(name, **dict(ptalos=dict(k=1, deterministic_round=3, layer_batches=2, batches=1), fedcspack=dict(size=8), fedcspacktoall=dict(size=8)).get(name, {}))
 
-def federation(m=FedAvg(), sizes=(7,12,20,5), rounds=3, per_round=3, seed=0, module=None, local=None, **protocol):
+def federation(m=FedAvg(), sizes=(7,12,20,5), rounds=3, per_round=3, seed=0, module=None, local=None, dtype=torch.float32, **protocol):
     gen = torch.Generator().manual_seed(5)
     n = sum(sizes)
-    x,y = torch.randn(n, 6, generator=gen),torch.randint(0, 3, (n,), generator=gen)
-    tx,ty = torch.randn(30, 6, generator=gen),torch.randint(0, 3, (30,), generator=gen)
+    x,y = torch.randn(n, 6, generator=gen).to(dtype),torch.randint(0, 3, (n,), generator=gen)
+    tx,ty = torch.randn(30, 6, generator=gen).to(dtype),torch.randint(0, 3, (30,), generator=gen)
     ends = np.cumsum(sizes)
     data = FederatedData(x, y, [np.arange(e-s, e) for e,s in zip(ends, sizes)], (tx,ty), test_clients=[np.arange(i, i+20) for i in range(len(sizes))])
     return Federation(m, Net(module or mlp()), data, local or LocalTraining(2, 4, SGD(.1, .9, 1e-3)), Protocol(rounds, per_round, **protocol), seed)
@@ -81,7 +81,7 @@ def test_one_client_is_local_training(local):
     assert same(run(fed)[0]['server']['w'], w)
     for k,v in module.state_dict().items(): assert torch.allclose(v, w[k], atol=1e-5)
 
-def backwards(fed, state, ids, r): return one_by_one(fed, state, ids[::-1], r)[::-1]
+def backwards(fed, state, ids, *what): return one_by_one(fed, state, ids[::-1], *what)[::-1]
 
 @pytest.mark.parametrize('engine', [backwards, Processes(1), Processes(3)], ids=['backwards','one worker','three workers'])
 @pytest.mark.parametrize('module', [mlp(), mlp(bn=True), mlp(dropout=.5)], ids=['plain','batchnorm','dropout'])
@@ -339,5 +339,5 @@ def test_what_is_not_finite_has_no_accuracy():
     fed = federation(rounds=1)
     state = run(fed)[0]
     state['server']['w'] = {k: torch.full_like(v, torch.nan) for k,v in state['server']['w'].items()}
-    from fedbook.evaluate import evaluate, evaluate_personal
-    for r in evaluate(fed, state, 1) + evaluate_personal(fed, state, 1): assert np.isnan(r[3]), r
+    from fedbook.evaluate import evaluate, personal_scores
+    for r in evaluate(fed, state, 1) + [row for i in range(4) for row in personal_scores(fed, state, i, 1)]: assert np.isnan(r[3]), r

@@ -5,7 +5,7 @@ import pytest, torch
 from fedbook import rounds
 from fedbook.engines import Processes, stacked, Traced
 from fedbook.method import FedAvg, METHODS, methods
-from fedbook.client import one_by_one
+from fedbook.client import attempted, one_by_one
 from fedbook.federation import begin
 from fedbook.replies import difference, finite, form, outvoted, SetAside
 from fedbook.rounds import run
@@ -30,9 +30,9 @@ FAULTS = dict(nan=lambda m: first_float(m, lambda t: spoil(t, torch.nan)), inf=l
 
 def faulty(fault, when=1):
     "An engine in which one client sends something else in one round"
-    def engine(fed, state, ids, r):
-        replies = one_by_one(fed, state, ids, r)
-        return [dict(a, message=FAULTS[fault](a['message'])) if i==BAD and r==when else a for i,a in zip(ids, replies)]
+    def engine(fed, state, ids, r, work=attempted):
+        replies = one_by_one(fed, state, ids, r, work)
+        return replies if work is not attempted else [dict(a, message=FAULTS[fault](a['message'])) if i==BAD and r==when else a for i,a in zip(ids, replies)]
     return engine
 
 def without(monkeypatch, when=1):
@@ -69,7 +69,7 @@ def test_a_client_that_raises_is_left_out_with_its_traceback(engine, monkeypatch
 
 def test_where_nobody_is_left_the_model_stays():
     fed = federation(per_round=2, rounds=1)
-    def engine(fed, state, ids, r): return [dict(a, message=FAULTS['nan'](a['message'])) for a in one_by_one(fed, state, ids, r)]
+    def engine(fed, state, ids, r, work=attempted): return one_by_one(fed, state, ids, r, work) if work is not attempted else [dict(a, message=FAULTS['nan'](a['message'])) for a in one_by_one(fed, state, ids, r)]
     with pytest.warns(SetAside, match='its message is not finite'): state,rows = run(fed, engine=engine)
     assert same(state['server'], begin(fed)['server']) and not state['memory']
     assert [r[2] for r in rows[:4]]==['bytes_down','bytes_up','set_aside','set_aside']
@@ -83,13 +83,13 @@ def test_what_fails_for_all_alike_is_raised():
 
 def test_one_client_alone_cannot_change_the_model_s_shape():
     fed = federation(per_round=1, rounds=1)
-    def engine(fed, state, ids, r): return [dict(a, message=FAULTS['shape'](a['message'])) for a in one_by_one(fed, state, ids, r)]
+    def engine(fed, state, ids, r, work=attempted): return one_by_one(fed, state, ids, r, work) if work is not attempted else [dict(a, message=FAULTS['shape'](a['message'])) for a in one_by_one(fed, state, ids, r)]
     with pytest.warns(SetAside, match="'0.weight' is .1, 6. .* should be .8, 6."): state,_ = run(fed, engine=engine)
     assert same(state['server'], begin(fed)['server'])
 
 def test_a_diverged_client_is_set_aside_by_its_loss():
     fed = federation(per_round=3, rounds=1)
-    def engine(fed, state, ids, r): return [dict(a, loss=float('nan') if i==ids[0] else a['loss']) for i,a in zip(ids, one_by_one(fed, state, ids, r))]
+    def engine(fed, state, ids, r, work=attempted): return one_by_one(fed, state, ids, r, work) if work is not attempted else [dict(a, loss=float('nan') if i==ids[0] else a['loss']) for i,a in zip(ids, one_by_one(fed, state, ids, r))]
     with pytest.warns(SetAside, match='its training loss is nan'): run(fed, engine=engine)
 
 def test_of_two_forms_the_more_frequent_is_right_then_the_one_like_what_was_sent():

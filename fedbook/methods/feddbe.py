@@ -71,7 +71,7 @@ class FedDBE(FedAvg):
 
     def aggregate(self, state, messages, weights):
         if 'consensus' in state: return super().aggregate(state, messages, weights)
-        return dict(state, consensus=weighted_mean(messages, weights)['consensus'])
+        return dict(state, consensus=weighted_mean([dict(mean=m['consensus']) for m in messages], weights)['mean'])
 
     def personal(self, c): # a shift of the features is a shift of the head's bias
         w = c.message['w']
