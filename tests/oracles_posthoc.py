@@ -441,6 +441,7 @@ def clipped(g, most):
     c = min(1., most/(flat(g).norm().item()+1e-6))
     return {k: c*t for k,t in g.items()}
 
+def average(xs): return sum(xs)/len(xs)
 def guided(output, y, g): return ((output-g[y])**2).mean()
 
 def guide_gradient(w, g, pseudo, quiz, lr):
@@ -466,11 +467,10 @@ def oracle_fedl2g(w0, clients, rounds, lr, guides, study, quiz, server_lr, varia
             for b in bs if r>=warmup else []:
                 step = clipped(grad(lambda v: loss(v, b, g), own[i]), most)
                 own = {**own, i: {k: t-lr*step[k] for k,t in own[i].items()}}
-            average = lambda losses: sum(losses)/len(losses)
             G = guide_gradient(own[i], g, lambda v,t: average([loss(v, b, t) for b in study[r,i]]), lambda v: average([plain(v, X[b], y[b]) for b in quiz[r,i]]), lr)
             rows[i] = {c: G[c] for c in range(len(g)) if G[c].any()}
         down = dict.fromkeys(drawn, g.numel())
-        total = torch.stack([average([m[c] for m in rows.values() if c in m]) if any(c in m for m in rows.values()) else torch.zeros_like(g[c]) for c in range(len(g))])
+        total = torch.stack([average([m[c] for m in rows.values() if c in m] or [torch.zeros_like(g[c])]) for c in range(len(g))])
         g = g - server_lr*clipped(dict(g=total), most)['g']
         out.append(dict(w=dict(guides=g), messages=rows, personal=own, down_numbers=down, up_numbers={i: sum(t.numel() for t in m.values()) for i,m in rows.items()},
                         down_indices=dict.fromkeys(drawn, 0), up_indices={i: len(m) for i,m in rows.items()}))
