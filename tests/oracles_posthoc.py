@@ -284,14 +284,27 @@ def bn_logits(w, x):
     names = list(w)
     return bn_forward(w, {k: w[k] for k in names[6:8]}, x, False)[0]
 
-def bn_train(w, statistics, data, batches, lr, momentum=0., decay=0.):
-    "Weights and running statistics after SGD in train mode"
-    X,buf = data[0],{}
+def bn_train(w, statistics, buf, data, batches, lr, momentum=0., decay=0., flood=None, only=None, train=True):
+    "Weights, running statistics and momentum after SGD, in train mode unless told"
     for b in batches:
-        new = bn_forward(w, statistics, X[b], True)[1]
-        w,buf = steps(w, buf, lambda v,x,y: ce(bn_forward(v, statistics, x, True)[0], y), data, [b], lr, momentum, decay)
+        new = bn_forward(w, statistics, data[0][b], train)[1]
+        w,buf = steps(w, buf, entropy(lambda v,x: bn_forward(v, statistics, x, train)[0], flood), data, [b], lr, momentum, decay, only)
         statistics = new
-    return w,statistics
+    return w,statistics,buf
+
+def oracle_bn_lpft(w0, statistics, clients, epochs, lr, lp, momentum=0., decay=0., carry=False, flood=None, probe_in_train_mode=False):
+    """LP-FT (lp = 0: FT) of the network with batch norm, with oracle_fedbn's `w0` and `statistics`, those of the global model; scored with bn_logits, statistics behind the weights.
+    Read so: probing is in eval mode, so neither body, scale, shift nor statistics change (`probe_in_train_mode`: the statistics move); FT is in train mode and goes on from the global statistics."""
+    w0,clients = setup(w0, clients)
+    stats = {k: t.double() for k,t in statistics.items()}
+    own,out = copies((w0, stats, {}), clients),[]
+    for e,batches in enumerate(epochs):
+        for i,bs in batches.items():
+            w,s,buf = own[i]
+            probing = e<lp
+            own[i] = bn_train(w, s, buf if carry and e!=lp else {}, clients[i], bs, lr, momentum, decay, flood, list(w0)[4:] if probing else None, not probing or probe_in_train_mode)
+        out.append({i: {**w, **s} for i,(w,s,_) in own.items()})
+    return out
 
 def oracle_fedbn(w0, statistics, clients, rounds, lr, momentum=0., decay=0., uniform=True):
     """Li et al. 2021: FedAvg of all but the batch norm, whose scale, shift and running statistics stay with each client. `w0` has six entries: weight and bias of the first layer, of the batch norm and of the classifier; `statistics`: running mean and variance that all begin with.
@@ -306,7 +319,7 @@ def oracle_fedbn(w0, statistics, clients, rounds, lr, momentum=0., decay=0., uni
     for drawn in rounds:
         sent = {}
         for i,bs in drawn.items():
-            w,stats = bn_train(whole_model(i), own[i][1], clients[i], bs, lr, momentum, decay)
+            w,stats,_ = bn_train(whole_model(i), own[i][1], {}, clients[i], bs, lr, momentum, decay)
             sent[i],own = {k: w[k] for k in shared},{**own, i: ({k: w[k] for k in names[2:4]}, stats)}
         W = mean(list(sent.values()), [1 if uniform else len(clients[i][1]) for i in drawn])
         out.append(dict(w=W, messages={i: dict(w=w) for i,w in sent.items()}, personal={i: {**whole_model(i), **own[i][1]} for i in own}, **whole(W, drawn)))

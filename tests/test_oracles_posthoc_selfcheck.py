@@ -390,9 +390,28 @@ def test_bn_training_is_torchs():
     opt = torch.optim.SGD(net.parameters(), .1, .9, weight_decay=.01)
     X,y = clients[1]
     for b in rounds[0][1]: opt.zero_grad(); nn.functional.cross_entropy(net(X[b]), y[b]).backward(); opt.step()
-    got,s = P.bn_train(w, stats, clients[1], rounds[0][1], .1, .9, .01)
+    got,s,_ = P.bn_train(w, stats, {}, clients[1], rounds[0][1], .1, .9, .01)
     assert all(close(a, p.detach()) for a,p in zip(got.values(), net.parameters())) and close(s['bn.running_mean'], net[1].running_mean) and close(s['bn.running_var'], net[1].running_var)
     assert close(P.bn_logits({**got, **s}, X), net.eval()(X).detach())
+
+def test_bn_probing_changes_the_head_alone():
+    "Not even statistics, unless in train mode; the logits while probing are those of eval mode"
+    w,stats,clients,_ = bn_toy()
+    one = [{0: [torch.arange(4)]}]
+    run = lambda *a,**kw: P.oracle_bn_lpft(w, stats, clients, *a, momentum=.9, **kw)
+    moved = lambda v: [k for k,t in {**w, **stats}.items() if not torch.equal(v[k], t)]
+    a,b,c = run(one, .1, 1)[0][0],run(one, .1, 1, probe_in_train_mode=True)[0][0],run(one, .1, 0)[0][0]
+    assert moved(a)==['head.weight', 'head.bias'] and moved(b)==['head.weight', 'head.bias', *stats] and moved(c)==[*w, *stats]
+    X,y = clients[0]
+    g = torch_grads(lambda v: nn.functional.cross_entropy(P.bn_logits({**v, **stats}, X), y), w)
+    assert close(a['head.bias'], w['head.bias']-.1*g['head.bias']) and not close(b['head.bias'], a['head.bias'], 1e-6)
+    got = run(one*3, .1, 1, carry=True)[2][0]
+    two = bn_train_twice({k: a[k] for k in w}, stats, clients[0])
+    assert same(got, two)
+
+def bn_train_twice(w, stats, data):
+    w,s,_ = P.bn_train(w, stats, {}, data, [torch.arange(4)]*2, .1, .9)
+    return {**w, **s}
 
 def test_fedbn_keeps_batch_norm_at_home():
     w,stats,clients,rounds = bn_toy()
@@ -408,7 +427,7 @@ def test_fedbn_starts_from_the_servers_body_and_its_own_norm():
     w,stats,clients,rounds = bn_toy()
     out = P.oracle_fedbn(w, stats, clients, rounds, .1)
     p = out[0]['personal'][0]
-    got,s = P.bn_train({k: p[k] for k in w}, {k: p[k] for k in stats}, clients[0], rounds[1][0], .1)
+    got,s,_ = P.bn_train({k: p[k] for k in w}, {k: p[k] for k in stats}, {}, clients[0], rounds[1][0], .1)
     assert same({**got, **out[1]['w']}, {k: out[1]['personal'][0][k] for k in w}) and same(s, {k: out[1]['personal'][0][k] for k in stats}) and same({k: got[k] for k in out[1]['w']}, out[1]['messages'][0]['w'])
 
 # ---- FedSoup
