@@ -81,16 +81,18 @@ def snip_mask(w, g, sparsity, scored=None):
     cut = ranked[k-1] if k else -1.
     return {n: (s[n]>cut).double() if n in s else torch.ones_like(t) for n,t in w.items()}
 
+def summed_gradient(w, data, batches):
+    "Sum of the gradients of the batches' cross-entropies, signs included"
+    (X,y),g = data,dict.fromkeys(w, 0.)
+    for b in batches: g = {k: g[k]+t for k,t in grad(lambda v: plain(v, X[b], y[b]), w).items()}
+    return g
+
 def oracle_sparseft(w0, clients, epochs, lr, scoring, sparsity=.9, scored=None, momentum=0., decay=0., carry=False, flood=None):
     """Only the weights with the greatest SNIP score |w·g| train, by one threshold for the whole model; the mask comes from w0 at the start of the stage and stays. `scoring`: client -> the batches of g, whose gradients are summed with their sign before the absolute value
     (one batch: Lee et al. 2018; a whole pass: FedSoup's code). `scored`: names with a score (Lee et al.: all; FedSoup: weights of convolutions and classifier), all others train.
     Read so: a masked entry keeps its global value (it is not pruned to zero); the update is masked, not the gradient, so decay and momentum do not move it either; the score is of the plain cross-entropy, not flooded; the paper's coefficient .001, of unknown meaning, plays no part."""
     w0,clients = setup(w0, clients)
-    def total(i):
-        (X,y),g = clients[i],dict.fromkeys(w0, 0.)
-        for b in scoring[i]: g = {k: g[k]+t for k,t in grad(lambda v: plain(v, X[b], y[b]), w0).items()}
-        return g
-    masks = {i: snip_mask(w0, total(i), sparsity, scored) for i in range(len(clients))}
+    masks = {i: snip_mask(w0, summed_gradient(w0, c, scoring[i]), sparsity, scored) for i,c in enumerate(clients)}
     return stage(copies(w0, clients), clients, epochs, lr, entropy(logits, flood), momentum, decay, carry, masks=masks)
 
 # ---- Local Superior Soups

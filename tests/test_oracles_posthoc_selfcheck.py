@@ -129,25 +129,28 @@ def test_snip_mask():
 def test_ties_with_the_threshold_are_masked():
     assert P.snip_mask(dict(a=T(1, 1, 1, 2)), dict(a=T(1, 1, 1, 1)), .25)['a'].tolist()==[0, 0, 0, 1]
 
-def test_sparse_moves_only_what_its_mask_lets():
+def test_the_count_of_masked_entries_rounds_down(): assert P.snip_mask(dict(a=T(1, 2, 3)), dict(a=T(1, 1, 1)), .6)['a'].tolist()==[0, 1, 1]
+
+@pytest.mark.parametrize('scoring', [[slice(3)], [slice(2), slice(2, 4)]])
+def test_sparse_moves_only_what_its_mask_lets(scoring):
     w,clients,epochs = fold()
-    scoring = {i: [torch.arange(3)] for i in range(3)}
-    out = P.oracle_sparseft(w, clients, epochs, .1, scoring, .8, momentum=.9, decay=.1)
+    out = P.oracle_sparseft(w, clients, epochs, .1, dict.fromkeys(range(3), scoring), .8, momentum=.9, decay=.1)
     for i,(X,y) in enumerate(clients):
-        g = torch_grads(lambda v: nn.functional.cross_entropy(O.logits(v, X[:3]), y[:3]), w)
+        g = torch_grads(lambda v: sum(nn.functional.cross_entropy(O.logits(v, X[b]), y[b]) for b in scoring), w)
         s = torch.cat([(g[k]*w[k]).abs().flatten() for k in w])
         cut = s.sort().values[int(.8*len(s))-1]
         assert torch.equal(s > cut, torch.cat([(out[-1][i][k]!=w[k]).flatten() for k in w]))
-    assert equal(P.oracle_sparseft(w, clients, epochs, .1, scoring, 0., momentum=.9), P.oracle_ft(w, clients, epochs, .1, .9))
 
-def test_signed_gradients_may_cancel():
-    "A body without effect and a sample with both labels: gradients ±½ of the two logits cancel over the two batches, not in either"
-    w = dict(W=torch.zeros(1, 1), b=torch.ones(1), V=torch.ones(2, 1), c=torch.ones(2))
-    data = [(torch.ones(2, 1), torch.tensor([0, 1]))]
-    one,two = [torch.tensor([0])],[torch.tensor([0]), torch.tensor([1])]
-    epochs = [{0: one}]
-    mv = lambda scoring: not torch.equal(P.oracle_sparseft(w, data, epochs, .1, {0: scoring}, .5)[0][0]['V'], w['V'].double())
-    assert mv(one) and not mv(two)
+def test_sparse_with_nothing_masked_is_ft():
+    w,clients,epochs = fold()
+    assert equal(P.oracle_sparseft(w, clients, epochs, .1, dict.fromkeys(range(3), [slice(3)]), 0., momentum=.9), P.oracle_ft(w, clients, epochs, .1, .9))
+
+def test_signed_gradients_cancel():
+    "One input with both labels and logits that are equal: ±½ over two batches is 0"
+    w = {k: t.double() for k,t in dict(W=torch.zeros(1, 1), b=torch.ones(1), V=torch.ones(2, 1), c=torch.ones(2)).items()}
+    data = torch.ones(2, 1).double(),torch.tensor([0, 1])
+    one,two = (P.summed_gradient(w, data, bs) for bs in ([[0]], [[0], [1]]))
+    assert close(one['c'], T(-.5, .5)) and close(two['c'], T(0, 0)) and close(two['V'], torch.zeros(2, 1))
 
 # ---- Local Superior Soups
 
@@ -208,6 +211,14 @@ def test_lss_accumulates():
     run = lambda lr1,acc: [o[2] for o in P.oracle_lssft(w, clients, [epochs[0], epochs[1]], lr1, [0, 1], draws, every=2, accumulate=acc)]
     a,b = run(.1, True),run(.1, False)
     assert same({k: a[1][k]-a[0][k] for k in w}, {k: 2*(b[1][k]-b[0][k]) for k in w})
+
+def test_lss_begins_a_new_sum_after_each_step():
+    "Without momentum an epoch of four batches is two epochs of two"
+    w,clients,epochs = fold(E=2)
+    batches,us = list(torch.arange(8).split(2)),[u[None] for u in torch.rand(4, 2, generator=torch.Generator().manual_seed(1)).double()]
+    one = P.oracle_lssft(w, clients, [epochs[0], {2: batches}], .1, [0, 1], {(1, 2): us}, every=2, accumulate=True)
+    two = P.oracle_lssft(w, clients, [epochs[0], {2: batches[:2]}, {2: batches[2:]}], .1, [0, 1, 1], {(1, 2): us[:2], (2, 2): us[2:]}, every=2, accumulate=True)
+    assert same(one[-1][2], two[-1][2]) and not same(two[1][2], two[2][2], 1e-6)
 
 # ---- LoRA and Adapter
 
@@ -492,6 +503,17 @@ def test_fda_beta_beats_a_grid():
         assert all(P.fda_objective(beta, f, y, folds, glob, p) <= P.fda_objective(g, f, y, folds, glob, p)+1e-9 for g in grid)
         assert all(0<=b<=1 for b in beta) and (not single or beta[0]==beta[1])
 
+def test_fda_objective():
+    "β = 0: two cross-entropies of the global discriminant; β = 1: each fold is judged by the other one's statistics"
+    f,y,glob = scattered()
+    p,folds = P.fda_priors(y, 3),P.alternate(y)
+    a,b = folds==0,folds==1
+    judge = lambda stats,at: nn.functional.cross_entropy(f[at] @ P.lda(*stats, p)[0].T + P.lda(*stats, p)[1], y[at])
+    assert close(P.fda_objective((0., 0.), f, y, folds, glob, p), judge(glob, a)+judge(glob, b))
+    stats = lambda at: P.fda_statistics(f[at], y[at], glob[0])
+    assert close(P.fda_objective((1., 1.), f, y, folds, glob, p), judge(stats(b), a)+judge(stats(a), b))
+    assert close(P.fda_objective((1., 0.), f, y, folds, glob, p), judge((stats(b)[0], glob[1]), a)+judge((stats(a)[0], glob[1]), b))
+
 def test_fda_beta_of_wrong_global_means_is_local():
     f,y,(mu,S) = scattered()
     p,folds = P.fda_priors(y, 3),P.alternate(y)
@@ -532,6 +554,15 @@ def test_fda_round_with_beta_one():
     m,S = P.fda_statistics(O.features(o['w'], X), y, m)
     V,c = P.lda(m, S, P.fda_priors(y, 3))
     assert close(o['personal'][0]['head.weight'], V) and close(o['personal'][0]['head.bias'], c) and o['up_numbers']=={0: 35+15+25}
+
+def test_fda_second_round_has_a_head_of_the_newest_statistics():
+    w,clients,rounds,mu,_ = fda((1., 1.))
+    b = rounds[0][1][0]; X,y = clients[1][0][b],clients[1][1][b]
+    a,o = P.oracle_pfedfda(w, clients, [{0: rounds[0][0]}, {1: [b]}], .1, mu, betas={(r, i): ((1., .5), (1., 1.)) for r in (0, 1) for i in range(4)})
+    V,c = P.lda(a['mu'], a['sigma'], P.fda_priors(clients[1][1], 3))
+    g = torch_grads(lambda v: nn.functional.cross_entropy(O.features(v, X) @ V.T + c, y), a['w'])
+    m,S = P.fda_statistics(O.features(a['w'], X), y, a['mu'])
+    assert same(o['w'], {k: a['w'][k]-.1*g[k] for k in g}) and close(o['mu'], m) and close(o['sigma'], (S+a['sigma'])/2)
 
 def test_fda_server_takes_weighted_means():
     out = fda()[-1]
