@@ -318,7 +318,9 @@ def test_monai_losses_by_hand():
     assert close(P.monai_focal(z, t, 0., softmax=True), nn.functional.cross_entropy(z, y)/2), 'twice smaller: averaged over two classes as well'
     assert close(P.monai_focal(z, t, 0.), nn.functional.binary_cross_entropy_with_logits(z, t))
     zero = torch.zeros_like(z) # ½ for both classes of every voxel: α weighs half of the voxels by ¼ and half by ¾
-    assert close(P.monai_focal(zero, t, 2., .25, softmax=True), (.75*2+.25*2)*.25*log(2)/8) and close(P.monai_focal(zero, t, 2., .25), .25*log(2)/2)
+    assert close(P.monai_focal(zero, t, 2., .25, softmax=True), (.75*2+.25*2)*.25*log(2)/8) and close(P.monai_focal(zero[:,:1], torch.ones(1, 1, 2, 2), 2., .25), .25*.25*log(2))
+    first = P.one_hot(torch.zeros_like(y), 2) # class 0 alone is weighted by 1-α
+    assert close(P.monai_focal(zero, first, 2., .25, softmax=True), .75*.25*log(2)/2)
 
 def test_monai_dice_of_nothing():
     none,full = torch.zeros(1, 1, 4, dtype=torch.float64),torch.ones(1, 1, 4, dtype=torch.float64)
@@ -339,6 +341,10 @@ def test_released_dice_counts_absent_classes():
     "Three classes, two of them there: as above, but over three and with thirds. TP = ⅓, FP = ⅓, FN = ⅔"
     z,y = torch.zeros(1, 3, 2, dtype=torch.float64),torch.tensor([[0, 1]])
     assert close(P.released_dice(z, y), 2/3*(1-1/3/(1/3+1/6+1/3)), 1e-5)
+
+def test_released_focal_weighs_what_is_there_by_alpha():
+    "Labels 0 and 1 of three classes: .1+.9 for each of them, and .9+.9 for the third, over two voxels twice"
+    assert close(P.released_focal(torch.zeros(1, 3, 2, dtype=torch.float64), torch.tensor([[0, 1]])), (1+1+1.8)*log(2)/4)
 
 def test_released_focal_fades_with_size():
     "Averaging what is already a mean: a thousand times the voxels, a thousandth of the loss"
