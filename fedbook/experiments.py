@@ -49,7 +49,7 @@ class Setting(Checked):
     local: dict = field(default_factory=dict) # Settings of `LocalTraining`; `optimiser` and `schedule` are dicts with a name
     protocol: dict = field(default_factory=dict) # Settings of `Protocol`
     validation: float = setting(.1, 'share of the training data kept as validation part', low=0, high=.9)
-    personal: bool = False # Score each client's model, too, on test images in its class shares or of its group?
+    personal: bool|int = False # Score each client's model, too, on test images in its class shares or of its group? A number: on so many
     leaky: bool = False # Share out the test set among the clients, too, and train on three quarters of what each one gets?
     held: float = setting(0., 'share of each client\'s samples that it does not train on, to choose by', low=0, high=.9)
     groups: list = field(default_factory=list) # Groups of the data set, or 'class', whose parts of the test set are scored
@@ -181,8 +181,10 @@ def shared_out(s:Setting, d, where, seed:int): # A `fedbook.partition.Partition`
 
 def own_tests(s:Setting, d, parts, where, seed:int) -> list:
     "Per client, positions in the test set"
-    if parts.scheme=='natural': return partitions.natural_test(parts, d.groups_of('train', where), d.groups_of('test'))
-    return partitions.matched_test(parts, d.strata('test'), seed=seed)
+    size = None if s.personal is True else s.personal
+    if parts.scheme!='natural': return partitions.matched_test(parts, d.strata('test'), size, seed)
+    every = partitions.natural_test(parts, d.groups_of('train', where), d.groups_of('test'))
+    return [np.sort(stream(seed, 'own test', i).permutation(e)[:size]) for i,e in enumerate(every)]
 
 # %% ../nbs/01_foundations/50_experiments.ipynb #d4ac3016
 def hold_out(clients:list, share:float, seed:int) -> tuple[list, list]:
