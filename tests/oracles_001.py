@@ -115,9 +115,9 @@ def oracle_pfededit(w0, clients, rounds, lr, layers, k, probe, metric='list', pi
         for i,bs in drawn.items(): l[i] = fit(now[i], clients[i], bs, lr, momentum=momentum, decay=decay)
         W,scores = blend([l[i] for i in drawn]),{}
         for i in l:
-            X,y = (t[probe[i]] for t in clients[i])
             if picks is not None: choice[i] = picks[r,i]
             elif not (once and i in choice):
+                X,y = (t[probe[i]] for t in clients[i])
                 scores[i] = [judged(W, l[i], keys, X, y) for keys in layers]
                 choice[i] = ORDERS[metric](scores[i])[:k]
         now = {i: edit(W, l[i], {n for t in choice[i] for n in layers[t]}) if i in l else W for i in now}
@@ -242,7 +242,7 @@ def oracle_apfl(w0, clients, rounds, lr, alpha=.5, adaptive=False, variant='pape
     """Deng et al. 2020: w (received) and the client's own v take one step each per batch, plain SGD, the same rate; v's on the mixture αv + (1-α)w; only w is sent.
     paper: the mixture is of weights, with w from before its step: v ← v - η α ∇f(v̄), and α ← α - η⟨v-w, ∇f(v̄)⟩. released: w is stepped first, LOGITS are mixed, and α ← α - η(⟨v-w, α g_v + (1-α) g_w⟩ + .02α) with v, w after their steps, g_v and g_w the gradients of the mixed loss.
     Scored: αv + (1-α)W in weights, W the newest (`state`: client -> v, its own just-trained w and α, for the score of the code, which mixes logits of these).
-    Read so: α, clipped to [0, 1], moves in the first step of a round only (the code's choice; not by default), with v and w from before that step in the paper's variant, and its rate is lr; v begins as w0; v and α persist; the merge is uniform as in the code; no decay."""
+    Read so: α, clipped to [0, 1], moves in the first step of a round only (the code's choice; not by default), with v and w from before that step in the paper's variant (so not at all in a client's round 0, where v = w), and its rate is lr; v begins as w0; v and α persist; the merge is uniform as in the code; no decay."""
     W,clients = setup(w0, clients)
     state,out = {i: dict(v=W, w=W, alpha=alpha) for i in range(len(clients))},[]
     for drawn in rounds:
@@ -294,6 +294,11 @@ def only_rows(w, C):
     keep = torch.zeros_like(w[h]); keep[list(C)] = 1
     return {**w, H: w[H]*keep[:,None], h: w[h]*keep}
 
+def with_statistics(w):
+    "Six entries made nine, with the statistics of a fresh BatchNorm, which training does not use; four stay four"
+    ks,n = list(w),len(list(w.values())[1])
+    return {**part(w, ks[:4]), 'mean': torch.zeros(n), 'var': torch.ones(n), 'count': torch.tensor(0), **part(w, ks[4:])} if len(w)==6 else w
+
 def static(W, data, batches):
     "The nine entries with statistics from one pass over `batches` of all data: cumulative means of batch means and unbiased batch variances"
     X = torch.cat([x for x,_ in data])
@@ -311,12 +316,11 @@ def oracle_heterofl(w0, clients, rounds, lr, rates, pick=leading, scale=True, cl
     `pick`(rate, d, round) gives the hidden units, so that FedRolex is another pick."""
     W,clients = setup(w0, clients)
     d,own,out = len(list(W.values())[1]),{i: sorted(set(y.tolist())) for i,(_,y) in enumerate(clients)},[]
-    blank = lambda m: {**part(m, list(m)[:4]), 'm': torch.zeros(len(list(m.values())[1])), 'v': torch.ones(len(list(m.values())[1])), 'n': torch.tensor(0), **part(m, list(m)[4:])} if len(m)==6 else m
     for r,drawn in enumerate(rounds):
         msgs,sent,units = {},[],{}
         for i,bs in drawn.items():
             at = units[i] = pick(rates[r,i], d, r)
-            w = fit(blank(cut_out(W, at)), clients[i], bs, lr, momentum=momentum, decay=decay, clip=clip, loss=lambda z,y: ce(masked(z, own[i]), y), scale=rates[r,i] if scale else 1.)
+            w = fit(with_statistics(cut_out(W, at)), clients[i], bs, lr, momentum=momentum, decay=decay, clip=clip, loss=lambda z,y: ce(masked(z, own[i]), y), scale=rates[r,i] if scale else 1.)
             msgs[i] = part(w, W)
             sent.append(put_back(W, at, msgs[i], own[i]))
         W = owners_mean(W, sent)
