@@ -346,7 +346,7 @@ def lamb_step(p, g, m, v, lr, top=None, decay=.01, t=None, guarded=False, betas=
 
 def oracle_fedlamb(w0, clients, rounds, lr, decay=.01, variant='released', guarded=False):
     """Karimi, Li & Li 2023 (the author's earlier code and paper source): per tensor a LAMB step, w = uniform mean, v̂ ← max(v̂, uniform mean of v); m and v stay with the client from round to round; m, v and v̂ begin at 1e-8. Down: w and v̂; up: w and v. The server's model is scored.
-    released: no correction; the denominator is the client's own √v in the server's round 0 (for a late joiner no longer), and √v̂ fixed for the round afterwards. paper: √v̂ in every round, m/(1-β₁^t) and v/(1-β₂^t) written back at every step.
+    released: no correction; the denominator is the client's own √v in the server's round 0 (for a late joiner no longer), and √v̂ fixed for the round afterwards. paper: √v̂ in every round, m/(1-β₁^t) and v/(1-β₂^t) written back at every step (read word for word: v then grows a thousandfold with every round).
     Read so: t counts steps of the round; a zero tensor never moves unless `guarded`, and none moves where u = 0; every client has m and v of its own (the code has them share one by mistake)."""
     W,clients = setup(w0, clients)
     tiny = {k: torch.full_like(t, 1e-8) for k,t in W.items()}
