@@ -103,7 +103,7 @@ def oracle_pfededit(w0, clients, rounds, lr, layers, k, probe, metric='list', pi
     `metric`: 'list', or 'te' (mean of r), 'accuracy', 'loss' (Table 5), ties to the shallower layer. `once`: the layers of a client's first choice stay (Table 7). `picks`: (round, client) -> indices, instead of a choice (Figure 2: random).
     Read so: the clean run is the LOCAL model; both models run in evaluation mode on the same samples in the same order; r = 0 counts in no case; the fourth key is the mean of r; parameter-free candidates count among the k.
     A client that stays away edits the newest W with its l of the last training; one never drawn, or before its first training, has W unedited.
-    released (section 2.4 of the reproduction notes): the swap never reaches the forward pass. `picks`[round, client]: the layers drawn at random after that round's merge, for the clients drawn in it. From then on the client's layer is never overwritten: it stays what W was
+    released: the swap never reaches the forward pass. `picks`[round, client]: the layers drawn at random after that round's merge, for the clients drawn in it. From then on the client's layer is never overwritten: it stays what W was
     at the pick and is trained from there. What is SENT for it is a shadow: l's layer at the last pick, and the W it last received from then on. Scored: W with the client's own values of all layers ever picked (a fresh pick changes nothing yet).
     Read so (released): drawn clients pick, after they loaded the merge; a load writes W into the shadows, so the first upload after a pick is l's layer and later ones are W's; one that stays away loads the newest W when it is drawn again; a layer picked twice takes its own trained layer as shadow again.
     `choice` is client -> layers of the newest edit, in the order of their rank, and `scores` what they were ranked by."""
@@ -380,7 +380,7 @@ def choose(pi, G, own, layers):
     return {k: (G if pi[t,0]>=pi[t,1] else own)[k] for t,keys in enumerate(layers) for k in keys}
 
 def oracle_partialfed_adaptive(w0, clients, rounds, lr, layers, strategy, gumbels, lr_pi=.1, tau=1., momentum=0., decay=0.):
-    """Sun et al. 2021, Adaptive, as the notes propose: per client and layer two logits π (0 at first; server, own). A drawn client first learns π: per batch of `strategy`[round, client], with noise `gumbels`[round, client][n] of shape [layers, 2], weights = own + s (server - own),
+    """Sun et al. 2021, Adaptive, in the reading of this book: per client and layer two logits π (0 at first; server, own). A drawn client first learns π: per batch of `strategy`[round, client], with noise `gumbels`[round, client][n] of shape [layers, 2], weights = own + s (server - own),
     s the first of softmax((π + noise)/τ), plain SGD on π; then it begins with the server's layers where π says so and its own elsewhere, trains, sends all; merge by n_i. π persists.
     `layers`: the entries of each (all entries, each once). Scored: the newest server model where π of the last pass says so, own layers elsewhere; equal logits take the server's.
     Read so: where both models are equal (a client's first round 0) π gets no gradient at all; another way to write the mixture may leave round-off there, and then the choice is noise. Down and up: the whole model."""
@@ -412,7 +412,7 @@ def private(p, r, R, d):
     return int(p*r*d/(R-1)) if R>1 else 0
 
 def oracle_cd2pfed(w0, clients, rounds, lr, p=.5, weight=1., momentum=0., decay=0.):
-    """Shen et al. 2022, as the notes propose: the last m = ⌊p r/(R-1) d⌋ hidden units are private in round r of R (their rows and bias of the first layer, their columns of the head); the others and the head's bias come from the server, are sent, and are averaged by n_i.
+    """Shen et al. 2022, in the reading of this book: the last m = ⌊p r/(R-1) d⌋ hidden units are private in round r of R (their rows and bias of the first layer, their columns of the head); the others and the head's bias come from the server, are sent, and are averaged by n_i.
     Loss = CE(ŷ) + `weight`·½[KL(ŷˢ‖ŷˡ)+KL(ŷˡ‖ŷˢ)], ŷˢ and ŷˡ with the private and the shared units set to 0, the head's bias in both, temperature 1, gradients through both. Scored: newest shared part and own private one, split as in the round just over.
     Read so: without private (or without shared) units there is no second prediction and no such term, so p = 0 is FedAvg; a unit that turns private goes on from what the client had after its last training (w0's before); one round alone has r/(R-1) = 0; no averaging in time (β = 1); w keeps the value of a unit from its last merge.
     Messages hold the shared entries: rows, bias and columns of the first d-m units, and the head's bias."""
