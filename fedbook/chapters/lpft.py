@@ -96,14 +96,15 @@ def personalised(
     batch_size:int=128, # Samples a step
     test:int=200, # Test images of each client
     cross:int=100, # Of these, those on which all models are scored
+    probing:int=5, # Epochs in which LP-FT trains the head alone
     method:dict={}, # Other hyper-parameters of the strategy
     **settings, # `model`, `input`, `shift`, … of a `Setting`
 ) -> Setting: # One cell of Table 2
     "A strategy in a world; raises `Refused` for an unknown one"
-    w = choose(world, WORLDS, 'world')
+    w = {**choose(world, WORLDS, 'world'), **settings}
     partition = dict(w['partition'], **({'n_clients': clients} if clients else {}))
-    n = partition['n_clients']
-    stage = dict(method={**choose(strategy, STRATEGIES, 'strategy'), **method}, local=dict(optimiser=dict(name='adam', lr=tune_lr or lr)),
+    n,own = partition['n_clients'],dict(probing=probing) if strategy=='LP-FT' else {}
+    stage = dict(method={**choose(strategy, STRATEGIES, 'strategy'), **own, **method}, local=dict(optimiser=dict(name='adam', lr=tune_lr or lr)),
         protocol=dict(rounds=epochs, personal_every=1, evaluate_every=epochs, cross=cross))
-    return Setting(**{**w, **settings, 'partition': partition}, personal=test, validation=0., local=dict(batch_size=batch_size, optimiser=dict(name='adam', lr=lr)),
+    return Setting(**{**w, 'partition': partition}, personal=test, validation=0., local=dict(batch_size=batch_size, optimiser=dict(name='adam', lr=lr)),
         protocol=dict(rounds=rounds, per_round=n, evaluate_every=max(1, rounds//10)), after=[stage])
