@@ -31,7 +31,7 @@ CASES = [
     cases('fedavgm', P.oracle_fedavgm, dict(eta=.4, beta=.6)),
     adaptive('fedadagrad', P.oracle_fedadagrad, ADAPTIVE, {}), adaptive('fedadam', P.oracle_fedadam, dict(ADAPTIVE, beta2=.95), dict(flower=True)),
     cases('feddyn', P.oracle_feddyn, dict(alpha=.3)), 
-    *(cases('scaffold', scaffold, dict(eta=.7, option=o), optimisers=('plain',)) for o in (1, 2)),
+    *(cases('scaffold', scaffold, dict(eta=.7, option=o), optimisers=('plain',), message=lambda m,i: m) for o in (1, 2)),
 ]
 
 @pytest.mark.parametrize('name,optimiser,oracle,settings,theirs,hooks', [c for several in CASES for c in several])
