@@ -5,23 +5,25 @@
 # %% auto #0
 __all__ = ['normalising', 'FedBN']
 
-# %% ../../nbs/02_methods/63_fedbn.ipynb #dc6df7cd
+# %% ../../nbs/02_methods/63_fedbn.ipynb #5ebacd29
 from dataclasses import dataclass
 from ..errors import choose
 from .fedper import FedPer, without
 from ..models import part
+from ..settings import setting
 
-# %% ../../nbs/02_methods/63_fedbn.ipynb #2af07962
+# %% ../../nbs/02_methods/63_fedbn.ipynb #c36356bd
 def normalising(
     w:dict, # Weights
 ) -> list: # Names of layers
     "The layers whose weight is a vector"
     return [k.removesuffix('.weight') for k,t in w.items() if k.endswith('.weight') and t.dim()==1]
 
-# %% ../../nbs/02_methods/63_fedbn.ipynb #10fd4dd4
+# %% ../../nbs/02_methods/63_fedbn.ipynb #e25ca111
 @dataclass(frozen=True)
 class FedBN(FedPer):
     "FedAvg but for the layers that normalise, which stay with the client (Li et al. 2021, Algorithm 1)"
+    first: str = setting('common', 'what stays is at first `common` to all, or each client\'s `own` draw', released='common')
     variant: str = 'intended' # `released`: those with 'bn' in their names
 
     buffers = 'local'
