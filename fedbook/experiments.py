@@ -29,7 +29,7 @@ from .optim import OPTIMISERS, SCHEDULES
 from .results import append, plain, read
 from .errors import choose, require
 from .evaluate import evaluate, shared, validate
-from .federation import begin, client_views, FederatedData, Federation, Protocol, ready
+from .federation import begin, FederatedData, Federation, Protocol, ready, scored_view
 from .rounds import rounds_of, run_in_lockstep
 from .settings import check_names, Checked, make, setting
 from .sources import Sources
@@ -247,7 +247,7 @@ def own_models(fed, state) -> Memory: # `None` where all have the global one
     if shared(fed): return None
     found,r = Memory(),fed.protocol.rounds
     for i in range(len(fed.data.clients)):
-        c, = client_views(fed, state, [i], r)
+        c = scored_view(fed, state, i, r)
         with seeded(fed.seed, 'personal', i, device=str(c.own.device)): w = fed.method.personal(c)
         found = found.after({str(i): dict(w={k: v for k,v in w.items() if k in state['server']['w']}, buffers=c.buffers)})
     return found

@@ -160,6 +160,7 @@ class FedAvg(Checked):
     def server(self, w, n): return dict(w=w)                  # the first server state, from fresh weights, for n clients
     def client(self, w): return {}                            # what a client remembers before its first round, from fresh weights
     def send(self, state, i): return dict(w=state['w'])       # the message to client i
+    def shown(self, state, i): return self.send(state, i)     # the message to client i when its own model is scored
     def start(self, c): return c.message['w'], c.memory       # where local training begins, and what it keeps in mind
     def init(self, w, c): return c.local.optimiser.init(w)    # the optimiser's first state
     def phases(self, epochs, round): return (None,)*epochs    # what each local epoch is about; steps see it as c.phase
