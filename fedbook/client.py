@@ -58,11 +58,12 @@ def end_client(
     fed:Federation, # The run
     c:Client, # The client, its buffers as training left them
     w:dict, # Its weights after training
-    s:dict, # The optimiser's state after training
+    states:dict, # The optimiser's state after each phase
     losses:Tensor, # Of its steps, [steps]
 ) -> dict: # Its reply: message, memory, buffers, mean training loss, bytes received and sent
     "What remains of a round for the client when training is over"
-    c.phase,c.trains,c.s,c.losses = None,(),s,losses
+    c.states,c.s,c.losses = states,states[c.phase],losses
+    c.phase,c.trains = None,()
     with draws(fed, c, 'finish'): message,memory = fed.method.finish(w, c)
     travel = dict(buffers=c.buffers) if c.buffers and fed.protocol.buffers=='average' else {} # those that stay local or are dropped are not sent
     down,up = (nbytes({**m, **travel}) if m or travel else 0 for m in (c.message, message)) # who has nothing to say sends nothing
@@ -108,7 +109,7 @@ def client_round(
     r:int, # Which round, from 0
 ) -> dict: # Its reply
     "What client `i` does in round `r`; it reads `state` and does not change it"
-    c,losses = client_view(fed, state, i, r),[]
+    c,losses,states = client_view(fed, state, i, r),[],{}
     w = begin_client(fed, c)
     with draws(fed, c, 'train'):
         for phase,epochs in segments(c):
@@ -117,8 +118,8 @@ def client_round(
             for batch,scale in batches(now, epochs):
                 mine,s,loss = local_step(fed.method, now, mine, s, batch, scale, whole)
                 losses.append(loss)
-            w = {**whole, **mine}
-    return end_client(fed, c, w, s, torch.stack(losses))
+            w,states[phase] = {**whole, **mine},s
+    return end_client(fed, c, w, states, torch.stack(losses))
 
 # %% ../nbs/01_foundations/32_client.ipynb #5d3efa85
 def one_by_one(

@@ -112,11 +112,11 @@ def train_stack(pairs, ws, record):
     (fed,_),cs = pairs[0],[c for _,c in pairs]
     given = stack([stackable(c.message, fed.method.ragged) for c in cs]),stack([c.memory for c in cs])
     w,buffers = (clone(stack(trees)) for trees in (ws, [c.buffers for c in cs]))
-    streams,losses = [draws(f, c, 'train') for f,c in pairs],[]
+    streams,losses,states = [draws(f, c, 'train') for f,c in pairs],[],{}
     for phase,epochs in segments(cs[0]):
-        w,s,some = train_phase(fed, cs, phase, epochs, (w, buffers), given, streams, record)
+        w,states[phase],some = train_phase(fed, cs, phase, epochs, (w, buffers), given, streams, record)
         losses.append(some)
-    replies = replies_of(pairs, (w, s, buffers), [torch.cat(each) for each in zip(*losses)])
+    replies = replies_of(pairs, (w, states, buffers), [torch.cat(each) for each in zip(*losses)])
     return [replies[order.index(j)] for j in range(len(cs))]
 
 # %% ../nbs/01_foundations/38_engines.ipynb #d81b82ba
@@ -170,9 +170,9 @@ def local_step_of(method:FedAvg, local:LocalTraining, net:Net) -> Step:
 # %% ../nbs/01_foundations/38_engines.ipynb #d19f9cd3
 def replies_of(pairs, carry, losses):
     "What remains of a round for each stacked client"
-    w,s,buffers = (unstack(tree, len(pairs)) for tree in carry)
+    w,states,buffers = (unstack(tree, len(pairs)) for tree in carry)
     for (_,c),b in zip(pairs, buffers): c.buffers = b
-    return [end_client(fed, c, *last) for (fed,c),*last in zip(pairs, w, s, losses)]
+    return [end_client(fed, c, *last) for (fed,c),*last in zip(pairs, w, states, losses)]
 
 # %% ../nbs/01_foundations/38_engines.ipynb #813789e9
 def follow(c, bound, groups, streams):

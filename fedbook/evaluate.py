@@ -8,7 +8,7 @@ __all__ = ['score', 'rows_of', 'evaluate', 'globally', 'validate', 'personal_sco
 # %% ../nbs/01_foundations/34_evaluate.ipynb #6cb4c2b5
 import numpy as np, torch
 from torch import Tensor
-from .federation import client_view, Federation
+from .federation import Federation, scored_view
 from .method import is_default
 from .models import Net
 from .streams import seeded
@@ -81,7 +81,7 @@ def personal_scores(
     r:int, # Rounds done
 ) -> list: # Rows [round, client, metric, value]
     "A client's own model on its part of the test set, and on the samples that it does not train on"
-    c,(x,y) = client_view(fed, state, i, r),fed.data.of_clients()
+    c,(x,y) = scored_view(fed, state, i, r),fed.data.of_clients()
     with seeded(fed.seed, 'personal', i, device=str(x.device)): w = fed.method.personal(c)
     def rows(name, x, y, prepare): return rows_of(fed.local.task, score(c.net, w, c.buffers, x, y, prepare, task=fed.local.task), [range(len(y))], r, name)
     idx = torch.as_tensor(np.asarray(fed.data.test_clients[i]), device=x.device) if fed.data.test_clients else []

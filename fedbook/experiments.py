@@ -5,10 +5,10 @@
 # %% auto #0
 __all__ = ['BESIDE', 'UNCHANGED', 'Setting', 'local', 'protocol', 'device', 'dataset', 'images', 'classifier', 'preparation',
            'normaliser', 'frozen_features', 'network', 'split', 'resplit', 'shared_out', 'own_tests', 'hold_out',
-           'shifted', 'groups_of', 'federation', 'stage_after', 'own_models', 'stages_of', 'of_stage',
-           'code_fingerprint', 'user_code', 'is_user_model', 'weights', 'equivalent_codes', 'Case', 'run_case',
-           'checkpoint', 'record', 'device_name', 'expected_costs', 'timed', 'run_cases', 'without_running', 'newest',
-           'together', 'delete_checkpoints', 'progress']
+           'shifted', 'groups_of', 'federation', 'stage_after', 'own_models', 'stages_of', 'code_fingerprint',
+           'user_code', 'is_user_model', 'weights', 'equivalent_codes', 'Case', 'run_case', 'checkpoint', 'record',
+           'device_name', 'expected_costs', 'timed', 'run_cases', 'without_running', 'newest', 'together',
+           'delete_checkpoint', 'progress']
 
 # %% ../nbs/01_foundations/50_experiments.ipynb #63b38e0c
 from dataclasses import dataclass, field, replace
@@ -29,7 +29,7 @@ from .optim import OPTIMISERS, SCHEDULES
 from .results import append, plain, read
 from .errors import choose, require
 from .evaluate import evaluate, shared, validate
-from .federation import begin, client_views, FederatedData, Federation, Protocol, ready
+from .federation import begin, FederatedData, Federation, Protocol, ready, scored_view
 from .rounds import rounds_of, run_in_lockstep
 from .settings import check_names, Checked, make, setting
 from .sources import Sources
@@ -49,7 +49,7 @@ class Setting(Checked):
     local: dict = field(default_factory=dict) # Settings of `LocalTraining`; `optimiser` and `schedule` are dicts with a name
     protocol: dict = field(default_factory=dict) # Settings of `Protocol`
     validation: float = setting(.1, 'share of the training data kept as validation part', low=0, high=.9)
-    personal: bool = False # Score each client's model, too, on test images in its class shares or of its group?
+    personal: bool|int = False # Score each client's model, too, on test images in its class shares or of its group? A number: on so many
     leaky: bool = False # Share out the test set among the clients, too, and train on three quarters of what each one gets?
     held: float = setting(0., 'share of each client\'s samples that it does not train on, to choose by', low=0, high=.9)
     groups: list = field(default_factory=list) # Groups of the data set, or 'class', whose parts of the test set are scored
@@ -64,9 +64,13 @@ class Setting(Checked):
         require(not (self.frozen and (self.shift or self.augment)), 'Features of a frozen body are computed once, from images as they are; leave out shift and augment, or take frozen=False.')
         for i in range(len(self.after)): self.stage(i+1)
 
+    def until(self, i:int) -> 'Setting':
+        "The same experiment without the stages behind the `i`-th"
+        return replace(self, after=self.after[:i])
+
     def stage(self, i:int) -> 'Setting': # 0 is the setting's own run
         "The setting of a stage: what it does not name is as in the run before it"
-        if i==0: return replace(self, after=[])
+        if i==0: return self.until(0)
         before,new = self.stage(i-1),self.after[i-1]
         check_names(f'stage {i}', new, ['method','local','protocol'])
         return replace(before, method=new['method'], local={**before.local, **new.get('local', {})}, protocol={**before.protocol, **new.get('protocol', {})})
@@ -177,8 +181,10 @@ def shared_out(s:Setting, d, where, seed:int): # A `fedbook.partition.Partition`
 
 def own_tests(s:Setting, d, parts, where, seed:int) -> list:
     "Per client, positions in the test set"
-    if parts.scheme=='natural': return partitions.natural_test(parts, d.groups_of('train', where), d.groups_of('test'))
-    return partitions.matched_test(parts, d.strata('test'), seed=seed)
+    size = None if s.personal is True else s.personal
+    if parts.scheme!='natural': return partitions.matched_test(parts, d.strata('test'), size, seed)
+    every = partitions.natural_test(parts, d.groups_of('train', where), d.groups_of('test'))
+    return [np.sort(stream(seed, 'own test', i).permutation(e)[:size]) for i,e in enumerate(every)]
 
 # %% ../nbs/01_foundations/50_experiments.ipynb #d4ac3016
 def hold_out(clients:list, share:float, seed:int) -> tuple[list, list]:
@@ -241,7 +247,7 @@ def own_models(fed, state) -> Memory: # `None` where all have the global one
     if shared(fed): return None
     found,r = Memory(),fed.protocol.rounds
     for i in range(len(fed.data.clients)):
-        c, = client_views(fed, state, [i], r)
+        c = scored_view(fed, state, i, r)
         with seeded(fed.seed, 'personal', i, device=str(c.own.device)): w = fed.method.personal(c)
         found = found.after({str(i): dict(w={k: v for k,v in w.items() if k in state['server']['w']}, buffers=c.buffers)})
     return found
@@ -251,18 +257,16 @@ def stages_of(
     s:Setting, # The experiment
     seed:int=0, # Of all its stages
     device:str='cpu', # Where to compute
-    checkpoint:Path=None, # Of the first stage; those of others lie beside it
+    checkpoint=lambda i: None, # The file of a stage
 ): # As `rounds_of`
     "All stages of a run, one after the other"
     fed,done,rows = federation(s.stage(0), seed, device),0,[]
     for i in range(len(s.after)+1):
         if i: fed = stage_after(fed, state, s.stage(i), i)
-        state,new = yield from rounds_of(fed, checkpoint and of_stage(checkpoint, i))
+        state,new = yield from rounds_of(fed, checkpoint(i))
         rows += [[done+r, *row] for r,*row in new]
         done += fed.protocol.rounds
     return state,rows
-
-def of_stage(checkpoint:Path, i:int) -> Path: return Path(checkpoint).with_suffix(f'.{i}.part') if i else Path(checkpoint)
 
 # %% ../nbs/01_foundations/50_experiments.ipynb #4f0a7c2d
 BESIDE = ('fedbook', *(f'fedbook.{m}' for m in ('sources','trace','workers','engines','results','papers','manifest','claims','experiments','unchanged','runner','cli')))
@@ -347,13 +351,15 @@ def run_case(
 ) -> list[dict]: # Per seed a record for `fedbook.results`; its `seconds` are its share of those since the runs were last taken up
     "Run one cell"
     start,go = time.time(),Fastest(device) if engine=='auto' else named_engine(engine, device)
-    runs = [stages_of(case.setting, s, device, folder and checkpoint(case, s, folder)) for s in seeds]
+    runs = [stages_of(case.setting, s, device, lambda i, s=s: folder and checkpoint(case, s, folder, i)) for s in seeds]
     ends = run_in_lockstep(runs, getattr(go, 'together', lambda asked: [go(*a) for a in asked]))
     about.update(seconds=round((time.time()-start)/len(seeds), 3), device=device_name(device), engine=used(go))
     return [record(case, s, rows, **about) for s,(_,rows) in zip(seeds, ends)]
 
 # %% ../nbs/01_foundations/50_experiments.ipynb #9facd921
-def checkpoint(case:Case, seed:int, folder:Path) -> Path: return Path(folder)/f'.{case.fingerprint(seed)}.part'
+def checkpoint(case:Case, seed:int, folder:Path, i:int) -> Path:
+    "The file of a stage; cases that are alike up to it share it"
+    return Path(folder)/f'.{replace(case, setting=case.setting.until(i)).fingerprint(seed)}.part'
 
 def record(case:Case, seed:int, rows:list, **about) -> dict:
     "What is kept of a run"
@@ -428,10 +434,12 @@ def run_cases(
         with tqdm(total=len(todo), desc=f'about {expected:.0f} s', disable=None) as bar:
             for case,some in together(todo, [name if engine=='auto' else engine for name,_ in plans], device):
                 for r in run_case(case, some, device, folder, engine, **about): append(path, r); done[r['fingerprint']] = r
-                for seed in some: delete_checkpoints(case, seed, folder)
+                for seed in some: delete_checkpoint(case, seed, folder, len(case.setting.after))
                 bar.update(len(some))
                 left = sum(k not in done for k in wanted)
                 report(len(todo)-left, (time.time()-start)/(len(todo)-left)*left)
+    for case,seed in todo:
+        for i in range(len(case.setting.after)): delete_checkpoint(case, seed, folder, i)
     return [{**done[k], **about} for k in wanted]
 
 # %% ../nbs/01_foundations/50_experiments.ipynb #8faf5501
@@ -467,12 +475,11 @@ def together(
         groups.setdefault(key, (case, []))[1].append(seed)
     return list(groups.values())
 
-def delete_checkpoints(case:Case, seed:int, folder:Path):
-    "Delete what a finished run has left beside its records"
-    for i in range(len(case.setting.after)+1):
-        file = of_stage(checkpoint(case, seed, folder), i)
-        file.unlink(missing_ok=True)
-        shutil.rmtree(file.with_suffix('.memory'), ignore_errors=True)
+def delete_checkpoint(case:Case, seed:int, folder:Path, i:int):
+    "Delete what a finished stage has left beside its records"
+    file = checkpoint(case, seed, folder, i)
+    file.unlink(missing_ok=True)
+    shutil.rmtree(file.with_suffix('.memory'), ignore_errors=True)
 
 # %% ../nbs/01_foundations/50_experiments.ipynb #2e014e76
 def progress(

@@ -5,7 +5,8 @@
 # %% auto #0
 __all__ = ['PER_CLIENT', 'PREPARED_BYTES', 'Protocol', 'FederatedData', 'check_parts', 'Federation', 'check_needs',
            'check_phases', 'as_written', 'computes_bf16', 'two_clients', 'begin', 'client_views', 'client_view',
-           'as_is', 'ready', 'converted', 'sample_bytes', 'prepared', 'body_features', 'contents', 'identity']
+           'scored_view', 'as_is', 'ready', 'converted', 'sample_bytes', 'prepared', 'body_features', 'contents',
+           'identity']
 
 # %% ../nbs/01_foundations/31_federation.ipynb #0a756fe5
 from dataclasses import dataclass, field, replace
@@ -175,6 +176,12 @@ def client_views(
 def client_view(fed:Federation, state:dict, i:int, r:int) -> Client:
     "Client `i` at the beginning of round `r`"
     return client_views(fed, state, [i], r)[0]
+
+def scored_view(fed:Federation, state:dict, i:int, r:int) -> Client:
+    "Client `i` when its own model is scored"
+    c = client_view(fed, state, i, r)
+    c.message = fed.method.shown(state['server'], i)
+    return c
 
 # %% ../nbs/01_foundations/31_federation.ipynb #ae7d7b1a
 PREPARED_BYTES = 2**26 # Bytes of prepared samples that are kept, training and test together

@@ -160,12 +160,14 @@ class FedAvg(Checked):
     def server(self, w, n): return dict(w=w)                  # the first server state, from fresh weights, for n clients
     def client(self, w): return {}                            # what a client remembers before its first round, from fresh weights
     def send(self, state, i): return dict(w=state['w'])       # the message to client i
+    def shown(self, state, i): return self.send(state, i)     # the message to client i when its own model is scored
     def start(self, c): return c.message['w'], c.memory       # where local training begins, and what it keeps in mind
     def init(self, w, c): return c.local.optimiser.init(w)    # the optimiser's first state
     def phases(self, epochs, round): return (None,)*epochs    # what each local epoch is about; steps see it as c.phase
     def trains(self, phase): return ()                        # the parts of the network that train in a phase; none named: all
     def loss(self, w, batch, c):                              # the local objective, a scalar
-        return c.local.task.loss(c.logits(w, batch['x']), batch['y'])
+        return self.criterion(c.logits(w, batch['x']), batch['y'], c)
+    def criterion(self, z, y, c): return c.local.task.loss(z, y) # what it asks of the answers z to a batch
     def step(self, g, w, c): return g                         # the direction of one local step
     def update(self, w, g, s, scale, c):                      # the step itself: new weights, new state of the optimiser
         return c.local.optimiser.update(w, self.step(g, w, c), s, scale)

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['CLIENTS_AT_ONCE', 'sample_clients', 'taking_part', 'next_buffers', 'aggregated', 'notify_others', 'server_round',
-           'one_round', 'scores_of', 'rounds_of', 'run_in_lockstep', 'run', 'Other', 'resume']
+           'one_round', 'scores_of', 'rounds_of', 'run_in_lockstep', 'alike', 'run', 'Other', 'resume']
 
 # %% ../nbs/01_foundations/35_rounds.ipynb #7189950b
 import json
@@ -174,8 +174,15 @@ def run_in_lockstep(
         except StopIteration as e: asked.pop(k, None); ends[k] = e.value
     for k in range(len(runs)): advance(k, None)
     while asked:
-        for k,replies in zip(list(asked), answer(list(asked.values()))): advance(k, replies)
+        for some in alike(asked):
+            for k,replies in zip(some, answer([asked[k] for k in some])): advance(k, replies)
     return ends
+
+def alike(asked:dict) -> list:
+    "Who asks for the same work by the same method: runs may be in different stages, or have come to their scores"
+    groups = {}
+    for k,(fed,*_,work) in asked.items(): groups.setdefault((repr(fed.method), repr(fed.local), work), []).append(k)
+    return list(groups.values())
 
 # %% ../nbs/01_foundations/35_rounds.ipynb #0a0ee179
 def run(

@@ -1,15 +1,20 @@
 "What the protocol can say: parts of the local work, optimisers that live on, clients of different shapes; on every engine alike."
 from dataclasses import dataclass, replace
-import warnings
-import pytest, torch
+import re, warnings
+import numpy as np, pytest, torch
 from torch import nn
 from fedbook.engines import FellBack, Processes, stacked, Traced
-from fedbook.method import FedAvg, LocalTraining, METHODS
+from fedbook.errors import Refused
+from fedbook.experiments import Case, federation as federation_of, run_cases, Setting, stage_after, stages_of
+from fedbook.method import FedAvg, LocalTraining, method, METHODS
 from fedbook.models import Net
 from fedbook.optim import SGD
 from fedbook.client import one_by_one
-from fedbook.federation import begin, client_view
-from fedbook.rounds import run
+from fedbook.federation import begin, client_view, FederatedData, Federation, Protocol
+from fedbook.rounds import run, run_in_lockstep
+from fedbook.settings import make
+from fedbook.streams import seeded
+from fedbook.tasks import TASKS
 from fedbook.tensors import flatten, leaves, tmap
 from test_rounds import federation, mlp, same
 
@@ -122,3 +127,158 @@ def test_where_all_have_the_whole_width_it_is_fedavg():
         def width(self, n, i, now): return torch.arange(n)
     a,b = (run(double(m, {}))[0]['server']['w'] for m in (Whole(), FedAvg()))
     for k in a: torch.testing.assert_close(a[k], b[k], rtol=1e-12, atol=1e-12)
+
+# Tasks: other targets, the same rounds
+
+def of_task(name, local=LocalTraining(2, 4, SGD(.1, .9))):
+    "Four clients whose targets are several labels, or masks"
+    gen,n = torch.Generator().manual_seed(2),44
+    if name=='multilabel':
+        x,module = torch.randn(n, 6, generator=gen, dtype=torch.float64),nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4))
+        y = (x[:,:4] > 0).double().masked_fill(torch.rand(n, 4, generator=gen) < .2, torch.nan)
+    else:
+        x,module = torch.randn(n, 1, 6, 6, generator=gen, dtype=torch.float64),nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.Tanh(), nn.Conv2d(4, 3, 1))
+        y = (x[:,0] > .5).long() + (x[:,0] > 1).long()
+    parts = np.split(np.arange(n), [7, 19, 39])
+    with seeded(0, name): module.apply(lambda m: m.reset_parameters() if hasattr(m, 'reset_parameters') else None)
+    data = FederatedData(x, y, parts, (x, y), (x[:9], y[:9]), parts)
+    return Federation(FedAvg(), Net(module.double()), data, replace(local, task=make(TASKS, 'task', name)), Protocol(3, 3))
+
+@pytest.mark.parametrize('engine', ENGINES)
+@pytest.mark.parametrize('name', ['multilabel','segmentation'])
+def test_other_targets_train_and_are_scored_on_every_engine(name, engine):
+    fed = of_task(name)
+    with warnings.catch_warnings(): warnings.simplefilter('error', FellBack); state,rows = run(fed, engine=ENGINES[engine]())
+    want,theirs = run(fed)
+    if engine=='processes': assert same(state, want)
+    for k,v in flatten(state['server']).items(): torch.testing.assert_close(v, flatten(want['server'])[k], rtol=1e-10, atol=1e-10)
+    main = dict(multilabel='auc', segmentation='dice')[name]
+    scores = {m: v for r,c,m,v in rows if r==3 and c is None}
+    assert [r[:3] for r in rows]==[r[:3] for r in theirs] and {main, 'loss', f'val_{main}'} <= scores.keys() and scores[main] > {r[2]: r[3] for r in rows if r[0]==1}[main]-1
+    assert {c for _,c,m,_ in rows if m==f'personal_{main}'}=={0, 1, 2, 3}
+
+# Phases in which a part of the network trains
+
+def probing(n, head='head', **module): return federation(HeadFirst(epochs=n), module=mlp(**module).double(), local=LocalTraining(3, 4, SGD(.1, .9)), dtype=torch.float64)
+
+def test_a_head_that_trains_on_features_kept_is_the_head_that_trains_on_images():
+    fed = probing(2, blocks=True)
+    lazy = replace(fed, data=replace(fed.data, augment=lambda x, y: (x, y))) # what is augmented has no features to keep
+    seen = []
+    class Watched(HeadFirst):
+        def update(self, w, g, s, scale, c): seen.append((c.phase, c.net is fed.net)); return super().update(w, g, s, scale, c)
+    run(replace(fed, method=Watched(epochs=2))); METHODS.pop('watched')
+    assert set(seen)=={('head', False), (None, True)}
+    a,b = (run(f)[0]['server']['w'] for f in (fed, lazy))
+    for k in a: torch.testing.assert_close(a[k], b[k], rtol=1e-12, atol=1e-12)
+
+def test_what_does_not_train_is_in_evaluation_mode():
+    "BatchNorm of a body that stands still takes no notice of the samples"
+    def buffers(n): fed = probing(n, blocks=True, bn=True); return run(fed)[0]['buffers'],fed.net.buffers()
+    (a,fresh),(b,_) = buffers(3),buffers(2)
+    assert same(a, fresh) and not same(b, fresh)
+
+# Stages
+
+STAGED = dict(data='fashion_mnist_mini', model=dict(name='mlp', hidden=[8]), partition=dict(name='dirichlet', alpha=.5, n_clients=6), protocol=dict(rounds=2, per_round=3), local=dict(batch_size=64), personal=True)
+
+def alone(**more): return dict(method=dict(name='localonly'), protocol=dict(rounds=3, per_round=6, personal_every=1), **more)
+
+def test_a_stage_begins_where_the_run_before_it_ended(tmp_path):
+    "Its first round is an epoch of each client from the last global model, in an order of its own"
+    s = Setting(**STAGED, after=[alone()])
+    first,before = run(federation_of(s.stage(0)))
+    asked = stages_of(s); rows = run_in_lockstep([asked], lambda qs: [one_by_one(*q) for q in qs])[0][1]
+    assert [r for r in rows if r[0] <= 2 and not (r[0]==2 and r[2].startswith('personal'))]==[r for r in before if not r[2].startswith('personal')]
+    curves = {r: [v for q,_,m,v in rows if (q, m)==(r, 'personal_accuracy')] for r in range(1, 6)}
+    assert [len(curves[r]) for r in range(1, 6)]==[0, 6, 6, 6, 6] and np.mean(curves[5]) > np.mean(curves[2])
+    assert not any(m.startswith('bytes') and v for r,_,m,v in rows if r > 2)
+
+def test_clients_with_models_of_their_own_go_on_from_these():
+    s = Setting(**{**STAGED, 'method': dict(name='localonly')}, after=[alone()])
+    fed = federation_of(s.stage(0)); state,_ = run(fed)
+    then = stage_after(fed, state, s.stage(1), 1)
+    for i in range(6):
+        c = client_view(then, begin(then), i, 0)
+        assert same(then.method.start(replace(c, memory={}))[0], then.net.weights()) and same(then.origins[str(i)]['w'], fed.method.personal(client_view(fed, state, i, 2)))
+
+@pytest.mark.parametrize('engine', ['stacked','processes'])
+def test_stages_run_on_every_engine_and_survive_a_kill(tmp_path, engine, monkeypatch):
+    about = dict(paper='0', table='t', profile='smoke', stand_in={})
+    case = Case({}, Setting(**STAGED, after=[alone()]))
+    whole, = run_cases([case], [0], tmp_path/'a', engine=engine, **about)
+    class Killed(Exception): pass
+    import fedbook.experiments as E
+    kill,rounds = [True],[]
+    def watched(fed, file, f=E.rounds_of):
+        def stop(r):
+            rounds.append(r)
+            if kill and fed.origins is None and type(fed.method).__name__=='LocalOnly' and r==2: raise Killed
+        return f(fed, file, stop)
+    monkeypatch.setattr(E, 'rounds_of', watched)
+    with pytest.raises(Killed): run_cases([case], [0], tmp_path/'b', engine=engine, **about)
+    kill.clear()
+    again, = run_cases([case], [0], tmp_path/'b', engine=engine, **about)
+    assert rounds==[1, 2, 1, 2, 3] and again['rows']==whole['rows'] and not list((tmp_path/'b').glob('.*.part'))
+
+# Groups, held-out samples, shifts
+
+def test_groups_are_parts_of_the_test_set():
+    fed = federation()
+    y = fed.data.test[1].numpy()
+    fed = replace(fed, data=replace(fed.data, groups={'class': [np.flatnonzero(y==k) for k in range(3)]}))
+    state,rows = run(fed)
+    z = fed.net.logits(state['server']['w'], {}, fed.data.test[0]).argmax(1).numpy()
+    assert {c: v for r,c,m,v in rows if (r, m)==(3, 'class_accuracy')}==pytest.approx({k: 100*(z[y==k]==k).mean() for k in range(3)})
+
+def test_held_out_samples_are_scored_and_not_trained_on():
+    s = Setting(**STAGED, held=.25)
+    fed,whole = federation_of(s),federation_of(Setting(**STAGED))
+    for c,h,w in zip(fed.data.clients, fed.data.held, whole.data.clients): assert sorted([*c, *h])==sorted(w) and abs(len(h)-len(w)/4) <= 1
+    rows = run(fed)[1]
+    assert len([1 for r in rows if r[2]=='held_accuracy'])==6
+    c = client_view(fed, begin(fed), 2, 0)
+    assert len(c.held_out()['y'])==len(fed.data.held[2]) and torch.equal(c.held_out()['y'], fed.data.y[fed.data.held[2]])
+
+def test_a_shift_is_in_a_client_s_training_and_in_its_own_test_images_alone():
+    plain,moved = (federation_of(Setting(**STAGED, shift=s)) for s in ([], ['negative','none']))
+    changed = [not torch.equal(plain.data.x[c], moved.data.x[c]) for c in plain.data.clients]
+    assert sum(changed)==3 and torch.equal(plain.data.test[0], moved.data.test[0])
+    for i,(a,b) in enumerate(zip(plain.data.test_clients, moved.data.test_clients)):
+        mine,theirs = moved.data.of_clients()[0][b],plain.data.test[0][a]
+        assert torch.equal(mine, 255-theirs if changed[i] else theirs)
+
+# Bad input gets a sentence before any work
+
+@pytest.mark.parametrize('what,word', [
+    (lambda: replace(of_task('multilabel'), net=Net(nn.Linear(6, 3).double())), '3 scores'),
+    (lambda: replace(of_task('segmentation'), local=LocalTraining()), 'Classification'),
+    (lambda: Setting('mnist', after=[dict(method=dict(name='fedporx'))]), 'fedprox'),
+    (lambda: Setting('mnist', after=[dict(methods=dict(name='fedprox'))]), 'method'),
+    (lambda: replace(federation(), method=HeadFirst()), 'nothing trains'),
+    (lambda: replace(federation().data, groups={'class': [[0], []]}), 'Part 1'),
+    (lambda: replace(federation().data, groups={'class': [[0], [99]]}), '99'),
+    (lambda: replace(federation().data, names=['a','b','a','c']), "'a'"),
+    (lambda: replace(federation(), method=Chooses()), 'client 0'),
+    (lambda: replace(federation(), method=method('fedpac')), 'Classifier.of'),
+    (lambda: Setting('mnist', frozen=True, shift=['negative']), 'frozen'),
+    (lambda: federation_of(Setting('fashion_mnist_mini', groups=['domain'])), 'domain')])
+def test_bad_input(what, word):
+    with pytest.raises(Refused, match=re.escape(word)) as e: what()
+    assert '\n' not in str(e.value)
+
+@away
+@dataclass(frozen=True)
+class Chooses(FedAvg):
+    "Selects on held-out samples"
+    needs = ('held',)
+
+def test_cases_that_begin_alike_train_the_common_part_once(tmp_path, monkeypatch):
+    import fedbook.experiments as E
+    cases = [Case(dict(mu=mu), Setting(**STAGED, after=[dict(method=dict(name='fedprox', mu=mu), protocol=dict(rounds=1))])) for mu in (0., 1.)]
+    seen = []
+    monkeypatch.setattr(E, 'rounds_of', lambda fed, file, f=E.rounds_of: f(fed, file, lambda r: seen.append(type(fed.method).__name__)))
+    both = run_cases(cases, [0, 1], tmp_path, paper='0', table='t', profile='smoke', stand_in={})
+    assert seen==['FedAvg','FedAvg','FedProx','FedProx']*2 and not list(tmp_path.glob('.*.part'))
+    a,b = ([r for r in x['rows'] if r[0] <= 2] for x in both[:2])
+    assert a==b and both[0]['rows']!=both[1]['rows']

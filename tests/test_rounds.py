@@ -30,7 +30,7 @@ def with_blocks(wanted, *layers):
 
 def fitting(name):
     "A method with settings that fit small networks and few rounds"
-    return method(name, **dict(ptalos=dict(k=1, deterministic_round=3, layer_batches=2, batches=1), fedcspack=dict(size=8), fedcspacktoall=dict(size=8)).get(name, {}))
+    return method(name, **dict(ptalos=dict(k=1, deterministic_round=3, layer_batches=2, batches=1), fedcspack=dict(size=8), fedcspacktoall=dict(size=8), lpft=dict(probing=1), lssft=dict(first=1), soupft=dict(members=2)).get(name, {}))
 
 def federation(m=FedAvg(), sizes=(7,12,20,5), rounds=3, per_round=3, seed=0, module=None, local=None, dtype=torch.float32, **protocol):
     gen = torch.Generator().manual_seed(5)
@@ -38,7 +38,8 @@ def federation(m=FedAvg(), sizes=(7,12,20,5), rounds=3, per_round=3, seed=0, mod
     x,y = torch.randn(n, 6, generator=gen).to(dtype),torch.randint(0, 3, (n,), generator=gen)
     tx,ty = torch.randn(30, 6, generator=gen).to(dtype),torch.randint(0, 3, (30,), generator=gen)
     ends = np.cumsum(sizes)
-    data = FederatedData(x, y, [np.arange(e-s, e) for e,s in zip(ends, sizes)], (tx,ty), test_clients=[np.arange(i, i+20) for i in range(len(sizes))])
+    kept = 2 if 'held' in m.needs else 0
+    data = FederatedData(x, y, [np.arange(e-s, e-kept) for e,s in zip(ends, sizes)], (tx,ty), held=[np.arange(e-kept, e) for e in ends] if kept else None, test_clients=[np.arange(i, i+20) for i in range(len(sizes))])
     return Federation(m, Net(module or mlp()), data, local or LocalTraining(2, 4, SGD(.1, .9, 1e-3)), Protocol(rounds, per_round, **protocol), seed)
 
 def same(a, b):

@@ -5,6 +5,7 @@ import pytest, torch
 from fedbook import rounds
 from fedbook.engines import Processes, stacked, Traced
 from fedbook.method import FedAvg, METHODS, methods
+from fedbook.methods.localonly import LocalOnly
 from fedbook.client import attempted, one_by_one
 from fedbook.federation import begin
 from fedbook.replies import difference, finite, form, outvoted, SetAside
@@ -47,7 +48,7 @@ def both(m, monkeypatch, engine, **kw):
     return fed,a,b
 
 @pytest.mark.parametrize('fault', FAULTS)
-@pytest.mark.parametrize('name', sorted(n for n in methods() if n!='localonly'))
+@pytest.mark.parametrize('name', sorted(n for n,m in methods().items() if not issubclass(m, LocalOnly)))
 def test_a_bad_message_is_left_out_to_the_bit(name, fault, monkeypatch):
     fed,(state,rows),(want,wanted) = both(fitting(name), monkeypatch, faulty(fault))
     assert same(state, want)
