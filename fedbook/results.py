@@ -5,9 +5,10 @@
 # %% auto #0
 __all__ = ['FIELDS', 'HEAD', 'ROUNDS', 'ALPHA', 'GUESSED', 'COLUMNS', 'plain', 'check', 'torn', 'last_line', 'open_locked',
            'append', 'write_whole', 'read', 'tidy', 'stand_ins', 'centre', 'interval', 'tolerance', 'side', 'verdict',
-           'curve_of', 'value_of', 'score_of', 'ceiling', 'at_chance', 'markdown', 'html', 'Table', 'signed', 'rounded',
-           'Comparison', 'provenance', 'notes_of', 'coordinate', 'grouped', 'check_runs', 'comparison', 'compare_cell',
-           'cell_verdict', 'p_value', 'Paired', 'paired', 'select', 'style', 'save_figure', 'save_outputs']
+           'curve_of', 'forgetting', 'value_of', 'score_of', 'ceiling', 'at_chance', 'markdown', 'html', 'Table',
+           'signed', 'rounded', 'Comparison', 'provenance', 'notes_of', 'coordinate', 'grouped', 'check_runs',
+           'comparison', 'compare_cell', 'cell_verdict', 'p_value', 'Paired', 'paired', 'select', 'style',
+           'save_figure', 'save_outputs']
 
 # %% ../nbs/01_foundations/40_results.ipynb #80b4acaf
 from contextlib import contextmanager
@@ -229,6 +230,20 @@ def curve_of(
     rows = [(r, c, math.nan if v is None else v) for r,c,m,v in record['rows'] if m == metric]
     overall = {r: v for r,c,v in rows if c is None}
     return overall or {r: float(np.mean([v for q,_,v in rows if q == r])) for r,*_ in rows}
+
+# %% ../nbs/01_foundations/40_results.ipynb #8e35124e
+def forgetting(
+    record:dict, # A run
+    metric:str='class_accuracy', # Of the parts of a group, a row each
+) -> tuple[dict, float]: # Round, from the second that was scored on, to what was lost in it; and the area under that curve
+    "The mean over the parts scored in both rounds of the positive part of each drop of `metric` since the round scored before, and its sum over the rounds; NaN where no part was scored in both"
+    parts = {}
+    for r,c,m,v in record['rows']:
+        if m==metric: parts.setdefault(r, {}).update({c: v} if v is not None and math.isfinite(v) else {})
+    def lost(a, b): return [max(parts[a][c]-parts[b][c], 0.) for c in parts[a] if c in parts[b]]
+    drops = {b: lost(a, b) for a,b in zip(sorted(parts), sorted(parts)[1:])}
+    curve = {r: float(np.mean(d)) if d else math.nan for r,d in drops.items()}
+    return curve, sum(curve.values())
 
 # %% ../nbs/01_foundations/40_results.ipynb #038dadad
 ROUNDS = ['last', 'validation']
