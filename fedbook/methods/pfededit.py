@@ -7,7 +7,7 @@ __all__ = ['RULES', 'KEYS', 'candidate_layers', 'counts', 'edited', 'te_scores',
            'rank', 'representative', 'recorded', 'replayed', 'begins', 'traversal', 'drawn', 'received', 'apart',
            'PFedEdit']
 
-# %% ../../nbs/02_methods/60_pfededit.ipynb #b6a7641c
+# %% ../../nbs/02_methods/60_pfededit.ipynb #623ccb89
 from contextlib import contextmanager
 from dataclasses import dataclass
 import numpy as np, torch
@@ -19,7 +19,7 @@ from ..settings import setting
 from ..streams import stream
 from ..tensors import channels_last
 
-# %% ../../nbs/02_methods/60_pfededit.ipynb #92c566ad
+# %% ../../nbs/02_methods/60_pfededit.ipynb #2c691f89
 RULES = 'owning','released'
 
 def candidate_layers(
@@ -38,7 +38,7 @@ def counts(name:str, module:nn.Module) -> bool:
     depth = name.count('.')+1
     return depth >= 4 or (depth==2 and not list(module.children()) and not isinstance(module, nn.Identity))
 
-# %% ../../nbs/02_methods/60_pfededit.ipynb #e25943b0
+# %% ../../nbs/02_methods/60_pfededit.ipynb #ae4355e6
 def edited(
     w_global:dict, # θᵍ, weights and buffers
     w_local:dict, # θˡ, likewise
@@ -48,7 +48,7 @@ def edited(
     taken = {n for names in layers for n in names}
     return {n: w_local[n] if n in taken else t for n,t in w_global.items()}
 
-# %% ../../nbs/02_methods/60_pfededit.ipynb #0b80246a
+# %% ../../nbs/02_methods/60_pfededit.ipynb #9c7ddbdb
 def te_scores(
     z_edited:Tensor, # Logits of θ*, [n, classes]
     z_local:Tensor, # Logits of θˡ, [n, classes]
@@ -58,7 +58,7 @@ def te_scores(
     a,b = (z.log_softmax(1).gather(1, y[:,None])[:,0] for z in (z_edited, z_local))
     return (a-b).expm1()
 
-# %% ../../nbs/02_methods/60_pfededit.ipynb #9b24c285
+# %% ../../nbs/02_methods/60_pfededit.ipynb #37489ab2
 def four_cases(
     r:Tensor, # Of `te_scores`, [n]
     right:Tensor, # Is the edited model's answer right?, [n]
@@ -74,7 +74,7 @@ def prediction_list(
     "How many samples are in each case"
     return four_cases(te_scores(z_edited, z_local, y), z_edited.argmax(1)==y).sum(0).tolist()
 
-# %% ../../nbs/02_methods/60_pfededit.ipynb #6843e48c
+# %% ../../nbs/02_methods/60_pfededit.ipynb #a7416016
 def judged(z_edited:Tensor, z_local:Tensor, y:Tensor) -> dict: # cases, te, accuracy, loss
     "What an edit is worth by each measure, from logits [n, classes]"
     return dict(cases=prediction_list(z_edited, z_local, y), te=te_scores(z_edited, z_local, y).mean().item(),
@@ -89,7 +89,7 @@ def rank(
     "Layers in the order of what their edits are worth; those worth the same, the shallower first"
     return sorted(range(len(scores)), key=lambda t: KEYS[by](scores[t]))
 
-# %% ../../nbs/02_methods/60_pfededit.ipynb #5c02de26
+# %% ../../nbs/02_methods/60_pfededit.ipynb #8aaec528
 def representative(
     c:Client, # The client
     p:float, # The share of its samples
@@ -101,7 +101,7 @@ def representative(
     n = max(1, round(p*len(y)))
     return torch.from_numpy(order[((np.arange(n)+.5)*len(y)/n).astype(int)]).to(c.own.device)
 
-# %% ../../nbs/02_methods/60_pfededit.ipynb #3547f9f6
+# %% ../../nbs/02_methods/60_pfededit.ipynb #5cd8c256
 @contextmanager
 def recorded(
     module:nn.Module, # Its forward passes are watched
@@ -109,7 +109,7 @@ def recorded(
     "Write down when modules are called and what they answer"
     calls,clock,begun = {},iter(range(10**9)),[]
     def before(m, x): begun.append(next(clock))
-    def after(m, x, z): calls.setdefault(m, []).append((begun.pop(), next(clock), z))
+    def after(m, x, z): calls.setdefault(m, []).append((begun.pop(), next(clock), z.clone() if isinstance(z, Tensor) else None))
     hooks = [h for m in module.modules() for h in (m.register_forward_pre_hook(before), m.register_forward_hook(after))]
     try: yield calls
     finally:
@@ -121,13 +121,14 @@ def replayed(
     until:int, # Modules that were done by then give the answers of then
 ):
     "Spare the modules that would compute the same again"
-    known = [(m, z) for m,((_,end,z),*again) in calls.items() if end < until and not again]
-    for m,z in known: m.forward = lambda *a, z=z: z
+    def again(z): return lambda *a, **kw: z.clone()
+    known = [(m, z) for m,((_,end,z),*more) in calls.items() if end < until and not more and z is not None]
+    for m,z in known: m.forward = again(z)
     try: yield
     finally:
         for m,_ in known: del m.forward
 
-# %% ../../nbs/02_methods/60_pfededit.ipynb #ea0ddea9
+# %% ../../nbs/02_methods/60_pfededit.ipynb #bee5088b
 def begins(
     net:Net, # The network
     layer:str, # Name of a module
@@ -152,7 +153,7 @@ def traversal(
         with replayed(calls, begins(net, layer, calls)): answers.append(net.logits(edited(w_global, w_local, [names]), {}, x) if names else z)
     return torch.stack([*answers, net.logits(w_local, {}, x)])
 
-# %% ../../nbs/02_methods/60_pfededit.ipynb #60f5ae31
+# %% ../../nbs/02_methods/60_pfededit.ipynb #ca5b7bf2
 def drawn(
     c:Client, # The client
     n:int, # Layers
@@ -168,7 +169,7 @@ def apart(c:Client, model:dict) -> tuple[dict, dict]:
     "A model's weights, and its buffers"
     return tuple({k: model[k] for k in d} for d in (c.message['w'], c.buffers))
 
-# %% ../../nbs/02_methods/60_pfededit.ipynb #f66e78bf
+# %% ../../nbs/02_methods/60_pfededit.ipynb #a64803fa
 @dataclass(frozen=True)
 class PFedEdit(FedAvg):
     "Take the best k layers of the local model back into the global one (Yuan et al. 2024, Algorithm 1)"

@@ -1,0 +1,194 @@
+"PFedEdit and half of its rivals against oracles_001.py, round by round and with statistics of BatchNorm; and what they become at the ends of their settings."
+from collections import OrderedDict
+from dataclasses import replace
+import pytest, torch
+from torch import nn
+import oracles_001 as O
+import test_oracles as T
+from fedbook.client import one_by_one
+from fedbook.engines import Processes, stacked, Traced
+from fedbook.errors import Refused
+from fedbook.experiments import own_models
+from fedbook.federation import begin, client_view, Federation, Protocol, scored_view
+from fedbook.method import FedAvg, LocalTraining, method
+from fedbook.methods.distrans import first_offset, OFFSET
+from fedbook.methods.fedper import redrawn, without
+from fedbook.methods.fedrep import FedRep, TunedHead
+from fedbook.methods.heterofl import RATES
+from fedbook.methods.localonly import LocalOnly
+from fedbook.methods.pfededit import candidate_layers, drawn, edited, PFedEdit, rank, representative, te_scores, traversal
+from fedbook.models import build, Classifier, Net
+from fedbook.rounds import run, server_round, taking_part
+from fedbook.streams import seeded
+from fedbook.tensors import tmap
+
+def network(norm=None):
+    "The network of the oracles; with `norm` between its first layer and its relu"
+    layers = dict(fc=nn.Linear(6, 5), **(dict(bn=norm) if norm else {}), relu=nn.ReLU())
+    with seeded(4, 'test model'): net = Classifier(nn.Sequential(OrderedDict(layers)), nn.Linear(5, 3)).double()
+    if norm: nn.init.uniform_(norm.weight, .5, 1.5, generator=torch.Generator().manual_seed(1)); nn.init.normal_(norm.bias, generator=torch.Generator().manual_seed(2))
+    return net
+
+def plain(): return network()
+def normed(): return network(nn.BatchNorm1d(5))
+def without_statistics(): return network(nn.BatchNorm1d(5, track_running_stats=False))
+
+def federation(m, module, optimiser, all=False, uniform=False, buffers='average'):
+    "The four clients of test_oracles, two of which are drawn in a round, or `all`"
+    f = T.federation(FedAvg(), T.OPTIMISERS[optimiser])
+    return Federation(m, Net(module), f.data, f.local, Protocol(4, 4 if all else 2, weighting='uniform' if uniform else 'samples', buffers=buffers), f.seed)
+
+def numbers(fed, r, reply):
+    "The weights of a message, and the statistics that travel with them"
+    return {**reply['message']['w'], **(moving(reply['buffers']) if fed.protocol.buffers=='average' else {})}
+
+def moving(buffers): return {k: t for k,t in buffers.items() if not k.endswith('.window')}
+def renamed(w, like): return dict(zip(like, w.values()))
+def every(fed): return {**fed.net.weights(), **moving(fed.net.buffers())}
+def fit(w, entries): return {k: w[k] for k in entries}
+
+def compare(fed, oracle, first=None, personal=lambda w: w, check=lambda state, e, r: None, exact=True, **theirs):
+    "All rounds, compared after each: messages, the server's weights and statistics, the models of all clients, and how many numbers travel"
+    state,clients,o = begin(fed),[T.of_client(fed, i) for i in range(4)],fed.local.optimiser
+    rounds = [{i: T.positions(fed, i, r) for i in taking_part(fed, r)} for r in range(4)]
+    settings = {k: v for k,v in dict(momentum=o.momentum, decay=o.weight_decay).items() if v}
+    w0 = fed.net.module.state_dict() if first is None else first
+    for r,e in enumerate(oracle({k: w0[k] for k in w0 if not k.endswith('.window')}, clients, rounds, o.lr, **{**settings, **theirs})):
+        sent = taking_part(fed, r)
+        down = {i: client_view(fed, state, i, r) for i in sent}
+        replies = one_by_one(fed, state, list(sent), r)
+        state,_ = server_round(fed, state, sent, replies, r)
+        for i,a in zip(sent, replies): T.agree(fit(numbers(fed, r, a), e['messages'][i]['w']), e['messages'][i]['w'], f'round {r}, message of {i}')
+        T.agree(fit({**state['server']['w'], **state['buffers']}, e['w']), e['w'], f'round {r}, server')
+        for i,want in e['personal'].items():
+            c = scored_view(fed, state, i, r+1)
+            with seeded(fed.seed, 'personal', i): own = fed.method.personal(c)
+            T.agree(fit({**own, **c.buffers}, personal(want)), personal(want), f'round {r}, model of {i}')
+            if exact: torch.testing.assert_close(fed.net.logits(own, c.buffers, c.x), exact_logits(fed, want, c.x), rtol=0, atol=1e-9)
+        both = fed.protocol.buffers=='average'
+        assert {i: T.floats(c.message['w']) + both*T.floats(moving(c.buffers)) for i,c in down.items()}==e['down_numbers']
+        assert {i: T.floats(numbers(fed, r, a)) for i,a in zip(sent, replies)}==e['up_numbers']
+        check(state, e, r)
+    assert all(v==v for *_,v in run(fed)[1])
+
+def exact_logits(fed, w, x): return O.distrans_logits(w, x) if 'offset' in w else O.classify(w, x)
+
+BOTH = pytest.mark.parametrize('optimiser', ['plain','momentum and decay'])
+
+# ---- PFedEdit
+
+def candidates(fed): return list(candidate_layers(fed.net, fed.method.rule).values())
+def probes(fed): return {i: representative(T.view(fed, i, 0), fed.method.p) for i in range(4)}
+def picks(fed): return {(r, i): drawn(T.view(fed, i, r+1), len(candidates(fed)))[:fed.method.k] for r in range(4) for i in range(4)}
+
+@BOTH
+@pytest.mark.parametrize('module', [plain, normed])
+@pytest.mark.parametrize('by', ['cases','te','accuracy','loss','random'])
+@pytest.mark.parametrize('k', [1, 2])
+def test_pfededit(optimiser, module, by, k):
+    fed = federation(PFedEdit(k=k, p=.5, by=by), module(), optimiser, uniform=True)
+    theirs = dict(picks=picks(fed)) if by=='random' else dict(metric='list' if by=='cases' else by)
+    compare(fed, O.oracle_pfededit, layers=candidates(fed), k=k, probe=probes(fed), **theirs)
+
+@pytest.mark.parametrize('module', [plain, normed])
+def test_pfededit_with_fixed_layers(module):
+    fed = federation(PFedEdit(k=1, p=.5, layers='fixed'), module(), 'plain', all=True, uniform=True)
+    compare(fed, O.oracle_pfededit, layers=candidates(fed), k=1, probe=probes(fed), once=True)
+
+@BOTH
+@pytest.mark.parametrize('module', [plain, normed])
+def test_pfededit_as_released(module, optimiser):
+    fed = federation(PFedEdit(k=1, variant='released', rule='released'), module(), optimiser, all=True, uniform=True)
+    compare(fed, O.oracle_pfededit, layers=candidates(fed), k=1, probe=None, variant='released', picks=picks(fed))
+
+@pytest.mark.parametrize('module', [plain, normed])
+def test_all_layers_are_local_training_and_none_is_fedavg(module):
+    fed = federation(PFedEdit(k=9), module(), 'momentum and decay', all=True, uniform=True)
+    own,state = run(replace(fed, method=LocalOnly(), protocol=replace(fed.protocol, buffers='local')))[0],run(fed)[0]
+    for i in map(str, range(4)): T.agree(state['memory'][i]['own'], {**own['memory'][i]['own'], **own['client_buffers'].get(i, {})}, i)
+    g,l = every(fed),tmap(lambda t: t+1, every(fed))
+    assert edited(g, l, []) == g and edited(g, l, candidates(fed)) == l
+
+@pytest.mark.parametrize('engine', [Traced, stacked, lambda: Processes(2)])
+def test_editing_goes_with_every_engine(engine):
+    fed = federation(PFedEdit(k=1, p=.5), normed(), 'momentum and decay', uniform=True)
+    (a,_),(b,_) = run(fed),run(fed, engine=engine())
+    T.agree(a['server'], b['server'], 'server'); T.agree(a['buffers'], b['buffers'], 'statistics')
+
+@pytest.mark.parametrize('name,settings', [('resnet18', {}), ('vit_tiny32', {}), ('cnn', dict(in_channels=3, image_size=32))])
+def test_a_traversal_is_a_pass_for_each_layer(name, settings):
+    net = Net(build(name, **settings).double())
+    g = {**net.weights(), **net.buffers()}
+    l,x = tmap(lambda t: 1.1*t+.01 if t.is_floating_point() else t, g),torch.randn(3, 3, 32, 32, generator=torch.Generator().manual_seed(0)).double()
+    for rule in ('owning','released'):
+        layers = candidate_layers(net, rule)
+        got,want = traversal(net, g, l, layers, x),torch.stack([net.logits(edited(g, l, [n]), {}, x) for n in layers.values()] + [net.logits(l, {}, x)])
+        torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9)
+        touched = [z for z,n in zip(got, layers.values()) if n]
+        assert rule=='released' or all(not torch.equal(a, b) for j,a in enumerate(touched) for b in touched[:j])
+    assert all('forward' not in vars(m) and not m._forward_hooks and not m._forward_pre_hooks for m in net.module.modules())
+
+def test_what_edits_are_worth_agrees_with_the_oracle():
+    gen = torch.Generator().manual_seed(0)
+    a,b,y = torch.randn(50, 4, generator=gen).double(),torch.randn(50, 4, generator=gen).double(),torch.randint(4, (50,), generator=gen)
+    torch.testing.assert_close(te_scores(a, b, y), O.gains(a, b, y))
+    scores = [dict(cases=list(torch.randint(3, (4,), generator=gen).tolist()), te=float(torch.randint(2, (), generator=gen))) for _ in range(40)]
+    assert rank(scores)==O.rank([(s['cases'], s['te']) for s in scores])
+
+# ---- what stays with the client
+
+@BOTH
+@pytest.mark.parametrize('module,buffers', [(plain, 'average'), (normed, 'average'), (normed, 'local')])
+@pytest.mark.parametrize('first', ['common','own'])
+def test_fedper(optimiser, module, buffers, first):
+    fed = federation(method('fedper', first=first), module(), optimiser, buffers=buffers)
+    def head(i): return list(redrawn(T.view(fed, i, 0), ['head.weight','head.bias']).values())
+    compare(fed, O.oracle_fedper, buffers=buffers, heads=None if first=='common' else [head(i) for i in range(4)])
+
+@pytest.mark.parametrize('optimiser', ['plain','momentum','momentum and decay'])
+@pytest.mark.parametrize('uniform', [True, False])
+def test_fedrep_and_the_tuning_of_heads(optimiser, uniform):
+    fed = federation(FedRep(head_epochs=2), plain(), optimiser, uniform=uniform)
+    def heads(bs): return bs[:len(bs)//2]
+    def split(w0, clients, rounds, lr, **settings):
+        parts = {(r, i): heads(bs) for r,drawn in enumerate(rounds) for i,bs in drawn.items()}
+        return O.oracle_fedrep(w0, clients, [{i: bs[len(bs)//2:] for i,bs in drawn.items()} for drawn in rounds], lr, parts, uniform=uniform, **{'momentum': 0., **settings})
+    compare(fed, split)
+    state,_ = run(fed)
+    stage = Federation(TunedHead(), fed.net, fed.data, fed.local, Protocol(1, 4), 7, own_models(fed, state))
+    tuned,o = run(stage)[0],fed.local.optimiser
+    for i in range(4):
+        w = O.fit(stage.origins[str(i)]['w'], T.of_client(fed, i), T.positions(stage, i, 0), o.lr, ['head.weight','head.bias'], o.momentum, o.weight_decay)
+        T.agree(tuned['memory'][str(i)]['own'], w, i)
+
+@BOTH
+@pytest.mark.parametrize('uniform', [True, False])
+def test_fedbn(optimiser, uniform):
+    fed = federation(method('fedbn'), normed(), optimiser, uniform=uniform)
+    compare(fed, O.oracle_fedbn, uniform=uniform)
+
+# ---- DisTrans, APFL
+
+def test_distrans():
+    fed = federation(method('distrans', offset_lr=.3), plain(), 'plain', uniform=True)
+    w0 = without(fed.net.weights(), [OFFSET])
+    compare(fed, O.oracle_distrans, w0, lambda w: {OFFSET if k=='offset' else k: t for k,t in w.items()}, lr_offset=.3, offsets={i: first_offset(T.view(fed, i, 0)) for i in range(4)})
+
+@pytest.mark.parametrize('adaptive', [False, True])
+@pytest.mark.parametrize('alpha', [.3, .5])
+@pytest.mark.parametrize('uniform', [True, False])
+def test_apfl(adaptive, alpha, uniform):
+    fed = federation(method('apfl', alpha=alpha, adaptive=adaptive), plain(), 'plain', uniform=uniform)
+    def check(state, e, r):
+        for i,m in state['memory'].items(): assert m['mix']['alpha'].item()==pytest.approx(e['state'][int(i)]['alpha'], abs=1e-9); T.agree(m['v'], e['state'][int(i)]['v'], i)
+    compare(fed, O.oracle_apfl, check=check, alpha=alpha, adaptive=adaptive, uniform=uniform)
+
+# ---- HeteroFL, FedRolex
+
+@BOTH
+@pytest.mark.parametrize('name,settings,theirs', [('heterofl', dict(clip=.3), {}), ('heterofl', dict(rate=.4), {}), ('fedrolex', {}, dict(variant='paper')), ('fedrolex', dict(variant='released'), dict(variant='released'))])
+@pytest.mark.parametrize('module', [plain, without_statistics])
+def test_heterofl_and_fedrolex(name, settings, theirs, module, optimiser):
+    fed,o = federation(method(name, **settings), module(), optimiser, uniform=True),T.OPTIMISERS[optimiser]
+    rates = {(r, i): settings.get('rate', RATES[i]) for r in range(4) for i in range(4)}
+    compare(fed, getattr(O, f'oracle_{name}'), rates=rates, clip=fed.method.clip, momentum=o.momentum, decay=o.weight_decay, exact=module is plain, **theirs)
