@@ -28,7 +28,7 @@ from .models import BUILT_IN, Net, build, MODELS, weights_fingerprint
 from .optim import OPTIMISERS, SCHEDULES
 from .results import append, plain, read
 from .errors import choose, require
-from .evaluate import evaluate, shared, validate
+from .evaluate import cross_parts, evaluate, shared, validate
 from .federation import begin, FederatedData, Federation, Protocol, ready, scored_view
 from .rounds import rounds_of, run_in_lockstep
 from .settings import check_names, Checked, make, setting
@@ -389,6 +389,7 @@ def expected_costs(
     def of_stage(f):
         (engine,step),p,d = choice(f),f.protocol,f.data
         personal = 0 if shared(f) else sum(map(len, d.test_clients or []))/len(d.test[1])
+        if p.cross: personal += (1 if shared(f) else len(d.clients))*len(np.unique(np.concatenate(cross_parts(f))))/len(d.test[1])
         scorings = p.rounds//p.evaluate_every + personal*(1 + (p.rounds-1)//(p.personal_every or p.rounds))
         return engine, local_steps(f)*step + p.rounds*per_round + scorings*per_test
     def cost(case):

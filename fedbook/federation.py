@@ -36,6 +36,7 @@ class Protocol(Checked):
     buffers: str = 'average' # BatchNorm statistics: `average` them, keep them `local`, or `drop` what clients computed
     evaluate_every: int = setting(1, 'rounds between two scorings of the test set; the last is always scored, the validation part in every one', low=1)
     personal_every: int = setting(None, 'rounds between two scorings of the clients\' own models; none: only after the last', low=1)
+    cross: int = setting(None, 'test samples of each client on which the models of all clients are scored, whenever own models are; none: they are not', low=1)
 
     def __post_init__(self):
         super().__post_init__()
@@ -117,6 +118,8 @@ def check_needs(fed):
     require('head' not in fed.method.needs or isinstance(fed.net.module, Classifier), f'{name} needs a network of a body and a head; make one with Classifier.of(module, head="name of the last layer").')
     require('classes' not in fed.method.needs or fed.local.task.main=='accuracy', f'{name} needs one class per sample, and the task is {type(fed.local.task).__name__}; take classification.')
     lacking = next((i for i,_ in enumerate(fed.data.clients) if not (fed.data.held and len(fed.data.held[i]))), None) if 'held' in fed.method.needs else None
+    parts = fed.data.test_clients
+    require(fed.protocol.cross is None or (parts and len(parts) > 1 and all(map(len, parts))), 'cross scores the models of all clients on each other\'s test samples; it needs at least two clients, each with some (personal=True), or leave it out.')
     require(lacking is None, f'{name} chooses by samples that a client does not train on, and client {lacking} has none; hold some out, e.g. held=0.2.')
 
 def check_phases(fed):
