@@ -6,7 +6,7 @@
 __all__ = ['RATES', 'window', 'places', 'columns', 'at', 'narrow', 'widened', 'told', 'divided', 'scaled', 'own_classes',
            'masked', 'owners_mean', 'HeteroFL', 'FedRolex', 'costs']
 
-# %% ../../nbs/02_methods/65_heterofl.ipynb #54ebc104
+# %% ../../nbs/02_methods/65_heterofl.ipynb #392c9347
 from copy import deepcopy
 from dataclasses import dataclass
 from math import ceil
@@ -14,13 +14,14 @@ import torch
 from torch import nn, Tensor
 from ..errors import choose, require
 from ..method import Client, FedAvg
+from ..memory import kind
 from ..models import Net
 from ..settings import setting
 from ..streams import stream
 from ..tensors import tmap
 from .fedspu import layers
 
-# %% ../../nbs/02_methods/65_heterofl.ipynb #0b3066a0
+# %% ../../nbs/02_methods/65_heterofl.ipynb #1cfa2c9b
 def window(
     n:int, # Channels
     rate:float, # Share that is kept
@@ -29,7 +30,7 @@ def window(
     "The channels of a narrow layer"
     return (torch.arange(ceil(rate*n)) + start)%n
 
-# %% ../../nbs/02_methods/65_heterofl.ipynb #9a3a64bf
+# %% ../../nbs/02_methods/65_heterofl.ipynb #80aabc08
 def places(
     w:dict, # Weights
     rate:float, # Share of the channels
@@ -52,7 +53,7 @@ def at(index:tuple, device) -> tuple: # What picks those rows and columns
     rows,*cols = (i.to(device) for i in index)
     return (rows[:,None], *cols) if cols else (rows,)
 
-# %% ../../nbs/02_methods/65_heterofl.ipynb #d0fef2e3
+# %% ../../nbs/02_methods/65_heterofl.ipynb #ade67f3e
 def narrow(
     w:dict, # Tensors
     index:dict, # Of `places`; what has none is whole
@@ -72,7 +73,7 @@ def widened(
         owned[k][at(index[k], t.device)] = 1
     return values,owned
 
-# %% ../../nbs/02_methods/65_heterofl.ipynb #c1ec5ae8
+# %% ../../nbs/02_methods/65_heterofl.ipynb #c2e0454d
 def told(window:Tensor) -> tuple[float, int]: # Rate and begin
     "A window as it is sent"
     rate,start = window.tolist()
@@ -92,7 +93,7 @@ def scaled(net:Net) -> Net:
             m.register_forward_pre_hook(divided)
     return Net(module, net.frozen, next(module.parameters()).device)
 
-# %% ../../nbs/02_methods/65_heterofl.ipynb #beac9ecc
+# %% ../../nbs/02_methods/65_heterofl.ipynb #2ab98738
 def own_classes(
     y:Tensor, # A client's labels
     n:int, # Classes there are
@@ -105,7 +106,7 @@ def masked(w:dict, mask:Tensor) -> dict:
     head = layers(w)[-1].rpartition('.')[0]
     return {k: t*mask.to(t).view(-1, *[1]*(t.dim()-1)) if k.rpartition('.')[0]==head else t for k,t in w.items()}
 
-# %% ../../nbs/02_methods/65_heterofl.ipynb #4c595f1d
+# %% ../../nbs/02_methods/65_heterofl.ipynb #d29a8f9f
 def owners_mean(
     old:dict, # What the server has
     sent:list, # Per client its tensors and where they count, of `widened`
@@ -118,7 +119,7 @@ def owners_mean(
         return torch.where(total > 0, new.to(t.dtype), t)
     return {k: mean(k, t) for k,t in old.items()}
 
-# %% ../../nbs/02_methods/65_heterofl.ipynb #b143a20e
+# %% ../../nbs/02_methods/65_heterofl.ipynb #688d6819
 RATES = 1., .5, .25, .125, .0625
 
 @dataclass(frozen=True)
@@ -165,7 +166,7 @@ class HeteroFL(FedAvg):
 
     def flaw(self, state, message):
         want = narrow(state['w'], places(state['w'], *told(message['window'])))
-        return '' if {k: t.shape for k,t in want.items()}=={k: t.shape for k,t in message['w'].items()} else 'its weights are not those of its slice'
+        return '' if kind(want)==kind(message['w']) else 'its weights are not those of its slice'
 
     def aggregate(self, state, messages, weights):
         def put(m):
@@ -184,7 +185,7 @@ class HeteroFL(FedAvg):
 
     def personal(self, c): return masked(c.message['w'], self.mask(c))
 
-# %% ../../nbs/02_methods/65_heterofl.ipynb #32f9fbf0
+# %% ../../nbs/02_methods/65_heterofl.ipynb #21ee8e98
 @dataclass(frozen=True)
 class FedRolex(HeteroFL):
     "HeteroFL with a window that rolls over the channels (Alam et al. 2022)"
@@ -196,7 +197,7 @@ class FedRolex(HeteroFL):
 
     def first(self, r): return r if self.variant=='intended' else -r
 
-# %% ../../nbs/02_methods/65_heterofl.ipynb #fc4f6688
+# %% ../../nbs/02_methods/65_heterofl.ipynb #acac5f8d
 def costs(
     net:Net, # The whole network
     x:Tensor, # A batch of one sample, ready for the network
