@@ -106,5 +106,5 @@ def personalised(
     n,own = partition['n_clients'],dict(probing=probing) if strategy=='LP-FT' else {}
     stage = dict(method={**choose(strategy, STRATEGIES, 'strategy'), **own, **method}, local=dict(optimiser=dict(name='adam', lr=tune_lr or lr)),
         protocol=dict(rounds=epochs, personal_every=1, evaluate_every=epochs, cross=cross))
-    return Setting(**{**w, 'partition': partition}, personal=test, validation=0., local=dict(batch_size=batch_size, optimiser=dict(name='adam', lr=lr)),
+    return Setting(**{'validation': 0., **w, 'partition': partition}, personal=test, local=dict(batch_size=batch_size, optimiser=dict(name='adam', lr=lr)),
         protocol=dict(rounds=rounds, per_round=n, evaluate_every=max(1, rounds//10)), after=[stage])
