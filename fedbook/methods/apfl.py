@@ -5,16 +5,17 @@
 # %% auto #0
 __all__ = ['mixture', 'together', 'divided', 'APFL']
 
-# %% ../../nbs/02_methods/64_apfl.ipynb #10dbf830
+# %% ../../nbs/02_methods/64_apfl.ipynb #5ccdcf3a
 from dataclasses import dataclass
 import torch
 from ..method import FedAvg
 from ..models import part
 from ..settings import setting
 from .fedper import without
+from .moon import passes
 from ..tensors import clone, tmap
 
-# %% ../../nbs/02_methods/64_apfl.ipynb #be056a16
+# %% ../../nbs/02_methods/64_apfl.ipynb #de267eea
 def mixture(
     v:dict, # The client's model
     w:dict, # The global one
@@ -23,7 +24,7 @@ def mixture(
     "The personalised model (Deng et al. 2020, Eq. 2)"
     return tmap(lambda v,w: alpha*v + (1-alpha)*w, v, w)
 
-# %% ../../nbs/02_methods/64_apfl.ipynb #3b19cb84
+# %% ../../nbs/02_methods/64_apfl.ipynb #bc2cc690
 def together(v:dict, w:dict, alpha) -> dict:
     "What a client trains"
     return {**w, **{f'own.{k}': t for k,t in v.items()}, 'alpha': alpha}
@@ -33,22 +34,24 @@ def divided(every:dict) -> tuple[dict, dict, object]: # v, w, α
     v = {k.removeprefix('own.'): t for k,t in part(every, 'own').items()}
     return v, {k: every[k] for k in v}, every['alpha']
 
-# %% ../../nbs/02_methods/64_apfl.ipynb #af3007e4
+# %% ../../nbs/02_methods/64_apfl.ipynb #88aff102
 @dataclass(frozen=True)
 class APFL(FedAvg):
     "FedAvg beside a personal model, and a mixture of both (Deng et al. 2020, Algorithm 1)"
     alpha: float = setting(.5, 'share α of the personal model, at first', released=.5, low=0, high=1)
     adaptive: bool = setting(False, 'does α adapt?', paper=True, released=False)
 
-    def client(self, w): return dict(v=w, mix=dict(alpha=next(iter(w.values())).new_tensor(self.alpha)))
+    def client(self, w):
+        like = next(iter(w.values()))
+        return dict(v=w, mix=dict(alpha=torch.tensor(self.alpha, dtype=like.dtype, device=like.device)))
     def start(self, c): return together(c.memory['v'], c.message['w'], c.memory['mix']['alpha']), {}
 
     def loss(self, w, batch, c):
         v,w,alpha = divided(w)
-        mixed = mixture(v, tmap(torch.detach, w), alpha)
-        if c.buffers: shared = c.net.logits(mixed, clone(c.buffers), batch['x'], train=c.trains or True)
-        else: shared = c.logits(mixed, batch['x'])
-        return c.local.task.loss(c.logits(w, batch['x']), batch['y']) + c.local.task.loss(shared, batch['y'])
+        x,y,mixed = batch['x'],batch['y'],mixture(v, tmap(torch.detach, w), alpha)
+        shared = c.local.task.loss(c.logits(w, x), y)
+        with passes(c, x): z = c.net.logits(mixed, clone(c.buffers), x, train=c.trains or True)
+        return shared + c.local.task.loss(z.to(x.dtype), y)
 
     def init(self, w, c):
         return dict(models=super().init(without(w, ['alpha']), c), first=dict(first=torch.ones_like(w['alpha'])))

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['OFFSET', 'MEAN', 'DEVIATION', 'views', 'Doubled', 'doubled', 'first_offset', 'DisTrans']
 
-# %% ../../nbs/02_methods/66_distrans.ipynb #73c59c5e
+# %% ../../nbs/02_methods/66_distrans.ipynb #80e6df35
 from dataclasses import dataclass
 import torch
 from torch import nn, Tensor
@@ -16,7 +16,7 @@ from ..settings import setting
 from ..streams import seeded
 from .fedper import filled, without
 
-# %% ../../nbs/02_methods/66_distrans.ipynb #1ef47403
+# %% ../../nbs/02_methods/66_distrans.ipynb #a86373fe
 def views(
     x:Tensor, # Images, [b, …]
     t:Tensor, # Offset, […]
@@ -25,7 +25,7 @@ def views(
     "The two views of an image (Yuan et al. 2022)"
     return (1-a)*x + a*t, (1+a)*x - a*t
 
-# %% ../../nbs/02_methods/66_distrans.ipynb #99091175
+# %% ../../nbs/02_methods/66_distrans.ipynb #12ae9bfe
 class Doubled(nn.Module):
     "The features of both views, by one body"
     def __init__(self, body:nn.Module, a:float):
@@ -34,6 +34,7 @@ class Doubled(nn.Module):
 
     def forward(self, x): return torch.cat([self.body(v) for v in views(x, self.offset, self.a)], 1)
 
+# %% ../../nbs/02_methods/66_distrans.ipynb #00e36997
 def doubled(
     net:Net, # Of a `Classifier`
     a:float, # Strength of the offset
@@ -45,7 +46,7 @@ def doubled(
     nn.init.kaiming_uniform_(head.weight); nn.init.zeros_(head.bias)
     return Net(Classifier(Doubled(m.body, a), head, m.name, m.origin).to(like), [f'body.{f}' if lies_in(f, ('body',)) else f for f in net.frozen], like.device)
 
-# %% ../../nbs/02_methods/66_distrans.ipynb #d919d724
+# %% ../../nbs/02_methods/66_distrans.ipynb #ef069ec5
 OFFSET = 'body.offset'
 MEAN,DEVIATION = (.485, .456, .406),(.229, .224, .225) # ImageNet's
 
@@ -55,10 +56,10 @@ def first_offset(
     "Normalised noise"
     x = c.prepare(c.x[:1])[0]
     with seeded(c.seed, 'offset', c.id): u = torch.rand(x.shape).to(x)
-    mean,dev = (u.new_tensor(v) for v in (MEAN, DEVIATION))
+    mean,dev = (torch.tensor(v, dtype=x.dtype, device=x.device) for v in (MEAN, DEVIATION))
     return (u-mean[:,None,None])/dev[:,None,None] if u.dim()==3 and len(u)==3 else (u-mean.mean())/dev.mean()
 
-# %% ../../nbs/02_methods/66_distrans.ipynb #28d0afbc
+# %% ../../nbs/02_methods/66_distrans.ipynb #c5f8c422
 @dataclass(frozen=True)
 class DisTrans(FedAvg):
     "FedAvg of a model of two views, and an offset for each client (Yuan et al. 2022)"

@@ -6,7 +6,7 @@
 __all__ = ['RATES', 'window', 'places', 'columns', 'at', 'narrow', 'widened', 'told', 'divided', 'scaled', 'own_classes',
            'masked', 'owners_mean', 'HeteroFL', 'FedRolex', 'costs']
 
-# %% ../../nbs/02_methods/65_heterofl.ipynb #392c9347
+# %% ../../nbs/02_methods/65_heterofl.ipynb #3df681d6
 from copy import deepcopy
 from dataclasses import dataclass
 from math import ceil
@@ -21,7 +21,7 @@ from ..streams import stream
 from ..tensors import tmap
 from .fedspu import layers
 
-# %% ../../nbs/02_methods/65_heterofl.ipynb #1cfa2c9b
+# %% ../../nbs/02_methods/65_heterofl.ipynb #dd0a67bf
 def window(
     n:int, # Channels
     rate:float, # Share that is kept
@@ -30,7 +30,7 @@ def window(
     "The channels of a narrow layer"
     return (torch.arange(ceil(rate*n)) + start)%n
 
-# %% ../../nbs/02_methods/65_heterofl.ipynb #80aabc08
+# %% ../../nbs/02_methods/65_heterofl.ipynb #e207873f
 def places(
     w:dict, # Weights
     rate:float, # Share of the channels
@@ -45,6 +45,7 @@ def places(
         if k in names: before = t
     return out
 
+# %% ../../nbs/02_methods/65_heterofl.ipynb #72415b43
 def columns(t, before, rate, start): # of a layer behind another
     pixels = t.shape[1]//len(before) if t.dim()==2 and before.dim() > 2 else 1
     return (window(t.shape[1]//pixels, rate, start)[:,None]*pixels + torch.arange(pixels)).flatten()
@@ -53,7 +54,7 @@ def at(index:tuple, device) -> tuple: # What picks those rows and columns
     rows,*cols = (i.to(device) for i in index)
     return (rows[:,None], *cols) if cols else (rows,)
 
-# %% ../../nbs/02_methods/65_heterofl.ipynb #ade67f3e
+# %% ../../nbs/02_methods/65_heterofl.ipynb #5c2b62f9
 def narrow(
     w:dict, # Tensors
     index:dict, # Of `places`; what has none is whole
@@ -61,6 +62,7 @@ def narrow(
     "The part of each tensor that a narrow network has"
     return {k: t[at(index[k], t.device)] if k in index else t for k,t in w.items()}
 
+# %% ../../nbs/02_methods/65_heterofl.ipynb #2d4030b7
 def widened(
     small:dict, # Of `narrow`
     index:dict, # Of `places`
@@ -73,7 +75,7 @@ def widened(
         owned[k][at(index[k], t.device)] = 1
     return values,owned
 
-# %% ../../nbs/02_methods/65_heterofl.ipynb #c2e0454d
+# %% ../../nbs/02_methods/65_heterofl.ipynb #ae32537f
 def told(window:Tensor) -> tuple[float, int]: # Rate and begin
     "A window as it is sent"
     rate,start = window.tolist()
@@ -81,6 +83,7 @@ def told(window:Tensor) -> tuple[float, int]: # Rate and begin
 
 def divided(m, x): return (x[0]/m.window[0].to(x[0].dtype),) if m.training else None
 
+# %% ../../nbs/02_methods/65_heterofl.ipynb #159445d6
 def scaled(net:Net) -> Net:
     "The network with inputs of BatchNorm divided by the rate, in training"
     known = nn.Linear,nn.Conv2d,nn.modules.batchnorm._BatchNorm,nn.modules.instancenorm._InstanceNorm
@@ -93,7 +96,7 @@ def scaled(net:Net) -> Net:
             m.register_forward_pre_hook(divided)
     return Net(module, net.frozen, next(module.parameters()).device)
 
-# %% ../../nbs/02_methods/65_heterofl.ipynb #2ab98738
+# %% ../../nbs/02_methods/65_heterofl.ipynb #812ade55
 def own_classes(
     y:Tensor, # A client's labels
     n:int, # Classes there are
@@ -101,12 +104,13 @@ def own_classes(
     "The classes that a client holds"
     return torch.zeros(n, device=y.device).index_fill_(0, y, 1)
 
+# %% ../../nbs/02_methods/65_heterofl.ipynb #5da20b22
 def masked(w:dict, mask:Tensor) -> dict:
     "Weights with a head that gives 0 to the classes that are not in the mask"
     head = layers(w)[-1].rpartition('.')[0]
     return {k: t*mask.to(t).view(-1, *[1]*(t.dim()-1)) if k.rpartition('.')[0]==head else t for k,t in w.items()}
 
-# %% ../../nbs/02_methods/65_heterofl.ipynb #d29a8f9f
+# %% ../../nbs/02_methods/65_heterofl.ipynb #0a00bf2d
 def owners_mean(
     old:dict, # What the server has
     sent:list, # Per client its tensors and where they count, of `widened`
@@ -119,7 +123,7 @@ def owners_mean(
         return torch.where(total > 0, new.to(t.dtype), t)
     return {k: mean(k, t) for k,t in old.items()}
 
-# %% ../../nbs/02_methods/65_heterofl.ipynb #688d6819
+# %% ../../nbs/02_methods/65_heterofl.ipynb #14b67507
 RATES = 1., .5, .25, .125, .0625
 
 @dataclass(frozen=True)
@@ -185,7 +189,7 @@ class HeteroFL(FedAvg):
 
     def personal(self, c): return masked(c.message['w'], self.mask(c))
 
-# %% ../../nbs/02_methods/65_heterofl.ipynb #21ee8e98
+# %% ../../nbs/02_methods/65_heterofl.ipynb #4488cc97
 @dataclass(frozen=True)
 class FedRolex(HeteroFL):
     "HeteroFL with a window that rolls over the channels (Alam et al. 2022)"
@@ -197,7 +201,7 @@ class FedRolex(HeteroFL):
 
     def first(self, r): return r if self.variant=='intended' else -r
 
-# %% ../../nbs/02_methods/65_heterofl.ipynb #acac5f8d
+# %% ../../nbs/02_methods/65_heterofl.ipynb #29a9ac2b
 def costs(
     net:Net, # The whole network
     x:Tensor, # A batch of one sample, ready for the network
