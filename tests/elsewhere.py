@@ -1,7 +1,7 @@
 """A second device without a GPU: tensors that say they are on `meta`, hold their values on the processor, and are refused beside tensors of the processor as a GPU's are."""
 from contextlib import contextmanager, nullcontext
 import torch
-from fedbook import rounds, tensors
+from fedbook import evaluate, rounds, tensors
 from torch.utils._python_dispatch import return_and_correct_aliasing, TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -58,7 +58,7 @@ def elsewhere(monkeypatch):
     with monkeypatch.context() as m:
         for name in ('tensor','as_tensor'): m.setattr(torch, name, made_there(getattr(torch, name)))
         m.setattr(torch, 'inference_mode', lambda mode=True: torch.no_grad() if mode else nullcontext()) # wrappers need version counters
-        m.setattr(rounds, 'score', torch.no_grad()(rounds.score.__wrapped__))
+        m.setattr(evaluate, 'score', torch.no_grad()(evaluate.score.__wrapped__))
         m.setattr(torch.cuda, 'default_generators', (torch.Generator(),)); m.setattr(torch.cuda, 'current_device', lambda: 0)
         m.setattr(torch.__future__, 'get_overwrite_module_params_on_conversion', lambda: True)
         m.setattr(rounds, 'load', lambda path, device: loaded(path)) # safetensors knows real devices only
