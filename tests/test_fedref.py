@@ -1,16 +1,15 @@
 "FedRef, optimisers on the server, FedDyn and SCAFFOLD against the oracles of paper 004 and against Flower, and what classes forget."
-from dataclasses import replace
-import math
 import numpy as np, pytest, torch
 import oracles_004 as P
+from fedbook.chapters.fedref import ALGORITHMS, comparison_setting, relative_cost
 from fedbook.errors import Refused
-from fedbook.federation import begin
-from fedbook.method import FedAvg, LocalTraining, method
-from fedbook.methods.fedref import lambda2, reference, released_bracket, server_step, VARIANTS
+from fedbook.experiments import federation as experiment
+from fedbook.method import LocalTraining, METHODS, method
+from fedbook.methods.fedref import reference, released_bracket
 from fedbook.optim import Cosine, SGD
 from fedbook.results import forgetting
 from fedbook.rounds import run
-from test_oracles import agree, cases, double, drive, of_client
+from test_oracles import agree, cases, double, drive
 from test_rounds import federation, mlp, same
 
 # FedRef: clients send a cost beside their model
@@ -154,7 +153,7 @@ def test_a_control_variate_is_a_mean_of_slopes_under_momentum_and_schedule():
     "A loss with slope 1 everywhere: whatever the optimiser does, the mean slope is 1"
     class Slope(type(method('scaffold'))):
         def loss(self, w, batch, c): return sum(t.sum() for t in w.values())
-    from fedbook.method import METHODS; METHODS.pop('slope')
+    METHODS.pop('slope')
     for local in (LocalTraining(2, 4, SGD(.1, .9)), LocalTraining(3, 4, SGD(.1), Cosine(per='epoch', period=3))):
         state = run(federation(Slope(), rounds=2, local=local, dtype=torch.float64, module=mlp().double()))[0]
         for m in (state['memory'][k] for k in state['memory']):
@@ -184,3 +183,19 @@ def test_forgetting_of_a_run_and_of_none():
     lost,area = P.forgetting(acc)
     assert list(forgetting(dict(rows=rows))[0].values())==pytest.approx(lost) and area > 0
     assert forgetting(dict(rows=[]))==({}, 0)
+
+# ---- the settings of the paper's tables
+
+@pytest.mark.parametrize('algorithm', ALGORITHMS)
+def test_every_method_of_the_tables_learns(algorithm):
+    s = comparison_setting(algorithm, data='fashion_mnist_mini', rounds=3, epochs=1, batch_size=32, clients=[10, 5])
+    state,rows = run(experiment(s))
+    curve = [v for _,_,m,v in rows if m=='accuracy']
+    assert len(curve)==3 and curve[-1] > 20 and len(forgetting(dict(rows=rows))[0])==2
+
+def test_the_released_rate_is_fedavg_for_all_one_can_see():
+    a,b = (run(experiment(comparison_setting(k, v, data='fashion_mnist_mini', rounds=6, epochs=1, batch_size=64, clients=[4, 4]))) for k,v in (('FedAvg','intended'), ('FedRef','released')))
+    assert all((a[0]['server']['w'][k]-b[0]['server']['w'][k]).abs().max() < 1e-4 for k in a[0]['server']['w']) and not same(a[0]['server']['w'], b[0]['server']['w'])
+
+def test_eq_17_refuses_equal_costs():
+    with pytest.raises(Refused, match='Eq. 17'): relative_cost(dict(a=3., b=3.))

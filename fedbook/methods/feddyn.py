@@ -18,7 +18,7 @@ class FedDyn(FedAvg):
     "FedAvg with a linear term per client that cancels its drift (Acar et al. 2021, Algorithm 1)"
     alpha: float = setting(.01, 'strength α of the spring', paper='0.001 to 0.1', released=.01, above=0)
 
-    def server(self, w, n): return dict(super().server(w, n), h=tmap(torch.zeros_like, w), clients=next(iter(w.values())).new_tensor(float(n)))
+    def server(self, w, n): return dict(super().server(w, n), h=tmap(torch.zeros_like, w), clients=next(iter(w.values())).new_full((), float(n)))
     def client(self, w): return dict(linear=tmap(torch.zeros_like, w))
 
     def step(self, g, w, c):

@@ -33,7 +33,7 @@ class SCAFFOLD(FedAvg):
     eta: float = setting(1., 'server rate η_g', paper=1., above=0)
     option: int = setting(2, 'how a client renews its control variate: 1, one more pass, or 2, from its steps', paper='1 and 2', low=1, high=2)
 
-    def server(self, w, n): return dict(super().server(w, n), c=tmap(torch.zeros_like, w), clients=next(iter(w.values())).new_tensor(float(n)))
+    def server(self, w, n): return dict(super().server(w, n), c=tmap(torch.zeros_like, w), clients=next(iter(w.values())).new_full((), float(n)))
     def client(self, w): return dict(own=tmap(torch.zeros_like, w))
     def send(self, state, i): return dict(super().send(state, i), c=state['c'])
 
