@@ -90,11 +90,13 @@ def in_phase(
     c.phase,c.trains = phase,method.trains(phase)
     return on_features(c, w) if sees_features(method, c) else c
 
+# %% ../nbs/01_foundations/32_client.ipynb #ec420783
 def sees_features(method, c):
     "Does the phase train the head alone, on features that do not change?"
     heads = c.trains and all(lies_in(k, ('head',)) for k in c.trains) and isinstance(c.net.module, Classifier)
     return bool(heads) and not c.augment and c.local.precision=='float32' and is_default(method, 'loss') and not part(c.buffers, 'head')
 
+# %% ../nbs/01_foundations/32_client.ipynb #9a1a0fe3
 @torch.no_grad()
 def on_features(c, w):
     "A client whose samples are the features of its own"

@@ -130,6 +130,7 @@ def train_phase(fed, cs, phase, epochs, carry, given, streams, record):
     losses = follow(now[0], bound, groups, streams)
     return {**whole, **mine},s,losses
 
+# %% ../nbs/01_foundations/38_engines.ipynb #cc2f511b
 def stacked_phase(method, cs, phase, w):
     "The clients as the steps of a phase see them; those that see features hold each other's, too"
     now = [in_phase(method, c, phase, v) for c,v in zip(cs, unstack(w, len(cs)))]
@@ -225,11 +226,13 @@ def views(asked:list) -> list: # Pairs of a run and what a client sees
     each = [list(some) for _,some in groupby(asked, key=lambda q: id(q[0]))]
     return [(q[0], c) for some in each for q,c in zip(some, client_views(*some[0][:2], [i for _,_,i,_ in some], some[0][3]))]
 
+# %% ../nbs/01_foundations/38_engines.ipynb #ba8c2024
 def give_up(engine, fed, e):
     "Go one by one from now on"
     engine.obstacle = f'{type(e).__name__}: {e}'.splitlines()[0]
     warnings.warn(f'{type(fed.method).__name__} goes one by one, for its step cannot be traced or stacked: {engine.obstacle}', FellBack, stacklevel=4)
 
+# %% ../nbs/01_foundations/38_engines.ipynb #dfe80a41
 def halve(engine, n):
     "Go on with `n` clients at once"
     warnings.warn(f'Memory ran out with {2*n} clients or more at once; going on with {n}.', FellBack, stacklevel=4)
@@ -248,6 +251,7 @@ def cores() -> int:
 NO_GPU = 'Worker processes cannot share a GPU; take the engine one_by_one, traced, stacked or graphs.'
 ONLY_GPU = 'CUDA graphs need a GPU; take the engine stacked, which takes the same steps.'
 
+# %% ../nbs/01_foundations/38_engines.ipynb #255cf5ef
 @dataclass(frozen=True)
 class Processes:
     "An engine of `workers` single-threaded processes, each of which goes one by one, or as `engine` does with one client"
@@ -266,6 +270,7 @@ class Processes:
 # %% ../nbs/01_foundations/38_engines.ipynb #94768272
 TEAMS = {} # By the run's identity, number of workers and engine
 
+# %% ../nbs/01_foundations/38_engines.ipynb #01232583
 def team_of(fed, workers, engine) -> Team:
     "The team of a run, made when it is first asked for"
     key = id(fed),workers,id(engine)
@@ -276,6 +281,7 @@ def team_of(fed, workers, engine) -> Team:
         weakref.finalize(fed, disband, key)
     return TEAMS[key]
 
+# %% ../nbs/01_foundations/38_engines.ipynb #4e5a23b7
 def disband(key):
     if key in TEAMS: TEAMS.pop(key).close()
 
@@ -378,6 +384,7 @@ def kind(
 # %% ../nbs/01_foundations/38_engines.ipynb #4385c28a
 CHOICES = {}
 
+# %% ../nbs/01_foundations/38_engines.ipynb #9101fb60
 def choice(
     fed:Federation, # The run
 ) -> tuple[str, float]: # A name in `ENGINES`, and its seconds per local step

@@ -18,6 +18,8 @@ import json, os, platform, shutil, time
 import numpy as np, torch
 from tqdm.auto import tqdm
 import fedbook
+
+# %% ../nbs/01_foundations/50_experiments.ipynb #ccda47b4
 from . import data as datasets, partition as partitions, shifts
 from .engines import choice, cores, engine as named_engine, Fastest, local_steps, used
 from .features import cached_features, head_net
@@ -26,6 +28,8 @@ from .memory import Memory
 from .method import combined, LocalTraining, method
 from .models import BUILT_IN, Net, build, MODELS, weights_fingerprint
 from .optim import OPTIMISERS, SCHEDULES
+
+# %% ../nbs/01_foundations/50_experiments.ipynb #2d223963
 from .results import append, plain, read
 from .errors import choose, require
 from .evaluate import cross_parts, evaluate, shared, validate
@@ -106,11 +110,13 @@ def device() -> str: # 'cuda' or 'cpu'
     "Where this machine computes fastest"
     return 'cuda' if torch.cuda.is_available() else 'cpu'
 
+# %% ../nbs/01_foundations/50_experiments.ipynb #a245a71a
 @lru_cache(maxsize=2)
 def dataset(name:str): # A `fedbook.data.Dataset`
     "`fedbook.data.load`, remembered"
     return datasets.load(name)
 
+# %% ../nbs/01_foundations/50_experiments.ipynb #acb88605
 @lru_cache(maxsize=2)
 def images(name:str, device:str): # Two tensors, uint8 [n, c, h, w]
     "Training and test images of a data set on a device, the same tensors for all runs"
@@ -179,6 +185,7 @@ def shared_out(s:Setting, d, where, seed:int): # A `fedbook.partition.Partition`
     given = {k: v for k,v in s.partition.items() if k!='name'}
     return partitions.make(s.partition['name'], strata[where], seed=seed, **{'groups': {k: g[where] for k,g in groups.items()}, **given})
 
+# %% ../nbs/01_foundations/50_experiments.ipynb #81b66ad1
 def own_tests(s:Setting, d, parts, where, seed:int) -> list:
     "Per client, positions in the test set"
     size = None if s.personal is True else s.personal
@@ -193,6 +200,7 @@ def hold_out(clients:list, share:float, seed:int) -> tuple[list, list]:
     parts = [[c[p] for p in datasets.split_validation(len(c), share, seed, 'held', i)] for i,c in enumerate(clients)]
     return [train for train,_ in parts],[held for _,held in parts]
 
+# %% ../nbs/01_foundations/50_experiments.ipynb #19d3fdba
 def shifted(s:Setting, clients:list, held:list, own:list, train:tuple, test:tuple, seed:int) -> tuple: # x, y, positions of own test samples, and (x, y) that those point into
     "Each client's samples as it sees them"
     if not s.shift: return *train,own,None
@@ -203,6 +211,7 @@ def shifted(s:Setting, clients:list, held:list, own:list, train:tuple, test:tupl
     tx,ty,places = shifts.shifted_test(*test, own, fs, seed)
     return x,y,places,(tx, ty)
 
+# %% ../nbs/01_foundations/50_experiments.ipynb #7ba8db2c
 def groups_of(s:Setting, d, y) -> dict: # Name to parts, each positions in the test set
     "The groups that are scored"
     known = dict(d.groups_of('test'), **({'class': y.cpu().numpy()} if d.kind=='classes' else {}))
@@ -242,6 +251,7 @@ def stage_after(
     seed = int(stream(fed.seed, 'stage', i).integers(2**31)) # another order of batches than in the first rounds
     return Federation(method(**s.method), net, fed.data, local(**s.local), protocol(**s.protocol), seed, own_models(fed, state))
 
+# %% ../nbs/01_foundations/50_experiments.ipynb #4a5da71c
 def own_models(fed, state) -> Memory: # `None` where all have the global one
     "Each client's model after the last round"
     if shared(fed): return None
@@ -361,6 +371,7 @@ def checkpoint(case:Case, seed:int, folder:Path, i:int) -> Path:
     "The file of a stage; cases that are alike up to it share it"
     return Path(folder)/f'.{replace(case, setting=case.setting.until(i)).fingerprint(seed)}.part'
 
+# %% ../nbs/01_foundations/50_experiments.ipynb #04c0d29a
 def record(case:Case, seed:int, rows:list, **about) -> dict:
     "What is kept of a run"
     s = case.setting
@@ -458,6 +469,7 @@ def without_running(
     progress(folder, 0, missing, len(wanted), 0, 0)
     return [{**done[k], **about} if k in done else {**old[k], **about, 'older': True} for k in wanted if k in done or k in old]
 
+# %% ../nbs/01_foundations/50_experiments.ipynb #ae524a15
 def newest(rows:list[dict], case:Case, seed:int) -> dict|None:
     "The newest run of a case by any code"
     mine = [r for r in rows if (r['seed'], r['cell'], r['variant'])==(seed, plain(case.cell), case.variant) and r['fingerprint']==case.fingerprint(seed, r['code'])]
@@ -476,6 +488,7 @@ def together(
         groups.setdefault(key, (case, []))[1].append(seed)
     return list(groups.values())
 
+# %% ../nbs/01_foundations/50_experiments.ipynb #cc58789c
 def delete_checkpoint(case:Case, seed:int, folder:Path, i:int):
     "Delete what a finished stage has left beside its records"
     file = checkpoint(case, seed, folder, i)

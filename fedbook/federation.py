@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['PER_CLIENT', 'PREPARED_BYTES', 'Protocol', 'FederatedData', 'check_parts', 'Federation', 'check_needs',
-           'check_phases', 'as_written', 'computes_bf16', 'two_clients', 'begin', 'client_views', 'client_view',
+           'check_phases', 'as_written', 'computes_bf16', 'two_clients', 'begin', 'view', 'client_views', 'client_view',
            'scored_view', 'as_is', 'ready', 'converted', 'sample_bytes', 'prepared', 'body_features', 'contents',
            'identity']
 
@@ -15,6 +15,8 @@ from pathlib import Path
 import warnings
 import numpy as np, torch
 from torch import Tensor
+
+# %% ../nbs/01_foundations/31_federation.ipynb #081fb0db
 from .errors import choose, require, Refused
 from .features import extract, head_of
 from .files import fingerprint
@@ -75,6 +77,7 @@ class FederatedData:
             raise Refused(f'Client {i} points at sample {every[wrong[0]]}, but there are {len(self.y)} training samples.')
         check_parts(self)
 
+# %% ../nbs/01_foundations/31_federation.ipynb #13bd3f31
 def check_parts(d):
     "Raise `Refused` for a client that is not told apart, and for parts of the data that are not there"
     twice = next((n for i,n in enumerate(d.names or []) if n in d.names[:i]), None)
@@ -122,6 +125,7 @@ def check_needs(fed):
     require(fed.protocol.cross is None or (parts and len(parts) > 1 and all(map(len, parts))), 'cross scores the models of all clients on each other\'s test samples; it needs at least two clients, each with some (personal=True), or leave it out.')
     require(lacking is None, f'{name} chooses by samples that a client does not train on, and client {lacking} has none; hold some out, e.g. held=0.2.')
 
+# %% ../nbs/01_foundations/31_federation.ipynb #a18c623e
 def check_phases(fed):
     "Raise `Refused` for a phase in which nothing trains"
     for phase in dict.fromkeys(work_of(fed.method, fed.local, 0)[1]):
@@ -159,6 +163,15 @@ def begin(
     with seeded(fed.seed, 'server'): server = fed.method.server(fed.net.weights(), len(fed.data.clients))
     return dict(server=server, buffers=fed.net.buffers(), **{k: Memory(folder and folder/k) for k in PER_CLIENT})
 
+# %% ../nbs/01_foundations/31_federation.ipynb #30172f8a
+def view(fed, state, i, r, memory, buffers, origin):
+    "What a client sees, from what it keeps; `None` for what it does not keep yet"
+    d,(local,phases),first = fed.data,work_of(fed.method, fed.local, r),origin or dict(w=fed.net.weights(), buffers=state['buffers'])
+    def at(positions): return torch.as_tensor(np.asarray(positions, dtype=np.int64), device=d.x.device)
+    return Client(fed.net, local, (d.x, d.y), at(d.clients[i]), i, r, fed.seed, fed.method.send(state['server'], i),
+        fed.method.client(first['w']) if memory is None else memory, clone(first['buffers'] if buffers is None else buffers),
+        d.prepare, d.augment, phases, held=at(d.held[i]) if d.held else None)
+
 # %% ../nbs/01_foundations/31_federation.ipynb #cd37472f
 def client_views(
     fed:Federation, # The run
@@ -167,19 +180,15 @@ def client_views(
     r:int, # Which round, from 0
 ) -> list: # What each client sees
     "Clients at the beginning of round `r`; what they keep is picked for all together"
-    d,(local,phases) = fed.data,work_of(fed.method, fed.local, r)
-    def at(positions): return torch.as_tensor(np.asarray(positions, dtype=np.int64), device=d.x.device)
-    def view(i, memory, buffers, origin):
-        first = origin or dict(w=fed.net.weights(), buffers=state['buffers'])
-        return Client(fed.net, local, (d.x, d.y), at(d.clients[i]), i, r, fed.seed, fed.method.send(state['server'], i),
-            fed.method.client(first['w']) if memory is None else memory, clone(first['buffers'] if buffers is None else buffers),
-            d.prepare, d.augment, phases, held=at(d.held[i]) if d.held else None)
-    return [view(*a) for a in zip(ids, *(recalled(kept, [str(i) for i in ids]) for kept in (*(state[k] for k in PER_CLIENT), fed.origins or {})))]
+    kept = (*(state[k] for k in PER_CLIENT), fed.origins or {})
+    return [view(fed, state, i, r, *own) for i,*own in zip(ids, *(recalled(k, [str(i) for i in ids]) for k in kept))]
 
+# %% ../nbs/01_foundations/31_federation.ipynb #d1519ed1
 def client_view(fed:Federation, state:dict, i:int, r:int) -> Client:
     "Client `i` at the beginning of round `r`"
     return client_views(fed, state, [i], r)[0]
 
+# %% ../nbs/01_foundations/31_federation.ipynb #b41e6181
 def scored_view(fed:Federation, state:dict, i:int, r:int) -> Client:
     "Client `i` when its own model is scored"
     c = client_view(fed, state, i, r)
@@ -209,15 +218,18 @@ def converted(d:FederatedData, f) -> FederatedData:
     def each(pair): return pair and (f(pair[0]), pair[1])
     return replace(d, x=f(d.x), test=each(d.test), own_test=each(d.own_test), validation=each(d.validation), prepare=as_is)
 
+# %% ../nbs/01_foundations/31_federation.ipynb #99c51a6b
 def sample_bytes(d:FederatedData) -> int:
     "The memory of a sample that is ready for the network"
     return d.prepare(d.x[:1]).nbytes
 
+# %% ../nbs/01_foundations/31_federation.ipynb #69a0ef0c
 @lru_cache(maxsize=8)
 def prepared(x:Tensor, prepare) -> Tensor: # What the network takes
     "Samples ready for the network, remembered like features"
     return prepare(x)
 
+# %% ../nbs/01_foundations/31_federation.ipynb #60bc0ac2
 @lru_cache(maxsize=8)
 def body_features(x:Tensor, net:Net, prepare) -> Tensor: # [n, d]
     "The features of images, remembered as long as the same tensors are asked for"
@@ -229,6 +241,7 @@ def contents(t:Tensor) -> str: # 16 hexadecimal digits
     "A hash of a tensor, remembered"
     return fingerprint(str(t.dtype), list(t.shape), t.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
 
+# %% ../nbs/01_foundations/31_federation.ipynb #ffe59cc3
 def identity(
     fed:Federation, # The run
 ) -> str: # 16 hexadecimal digits

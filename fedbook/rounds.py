@@ -81,6 +81,7 @@ def aggregated(
 # %% ../nbs/01_foundations/35_rounds.ipynb #1e720b34
 CLIENTS_AT_ONCE = 10 # Clients whose memories are in hand at a time
 
+# %% ../nbs/01_foundations/35_rounds.ipynb #b1523b74
 def notify_others(
     fed:Federation, # The run
     state:dict, # Its state
@@ -178,6 +179,7 @@ def run_in_lockstep(
             for k,replies in zip(some, answer([asked[k] for k in some])): advance(k, replies)
     return ends
 
+# %% ../nbs/01_foundations/35_rounds.ipynb #7e763092
 def alike(asked:dict) -> list:
     "Who asks for the same work by the same method: runs may be in different stages, or have come to their scores"
     groups = {}
@@ -197,6 +199,7 @@ def run(
 # %% ../nbs/01_foundations/35_rounds.ipynb #2f559287
 class Other(Exception): "A checkpoint is of another run"
 
+# %% ../nbs/01_foundations/35_rounds.ipynb #6009c4df
 def resume(
     checkpoint:Path, # What `run` wrote
     fresh:dict, # The state of `begin`
