@@ -247,7 +247,7 @@ def stage_after(
 ) -> Federation: # Ready to `run`
     "The run that goes on where another has ended"
     device = str(fed.data.x.device)
-    net = network(s, fed.seed, device)[2].at(state['server']['w'], state['buffers'])
+    net = Net(fed.net.module, network(s, fed.seed, device)[2].frozen, device).at(state['server']['w'], state['buffers']) # with what the method before has added or frozen
     seed = int(stream(fed.seed, 'stage', i).integers(2**31)) # another order of batches than in the first rounds
     return Federation(method(**s.method), net, fed.data, local(**s.local), protocol(**s.protocol), seed, own_models(fed, state))
 

@@ -247,3 +247,69 @@ def test_distortion_has_the_statistics_of_each_model():
     other = {**w, **b, 'body.bn.running_mean': b['body.bn.running_mean']+1}
     gone = (net.features(w, b, x)-net.features(w, {k: other[k] for k in b}, x)).norm(dim=1).mean().item()
     assert feature_distortion(net, w, other, x, b)==pytest.approx(gone) and gone > .1
+
+# ---- stages
+
+STAGED = dict(data='fashion_mnist_mini', model=dict(name='mlp', hidden=[8]), partition=dict(name='dirichlet', alpha=.5, n_clients=4), local=dict(batch_size=64), personal=True)
+ABOUT = dict(paper='2', table='t', profile='smoke', stand_in={})
+
+def after(first, *stages, rounds=2):
+    "A setting with stages, the federation of the last and the state before it"
+    s = Setting(**STAGED, method=first, protocol=dict(rounds=rounds, per_round=4), after=[dict(method=m, protocol=dict(rounds=1, per_round=4)) for m in stages])
+    fed = federation_of(s.stage(0))
+    for i in range(1, len(stages)+1):
+        state,_ = run(fed)
+        before,fed = fed,stage_after(fed, state, s.stage(i), i)
+    return before,state,fed
+
+@pytest.mark.parametrize('first', ['fedavg','fedbn','fedper','moon','fedpac'])
+def test_fine_tuning_begins_with_the_model_that_was_scored_last(first):
+    before,state,fed = after(dict(name=first), dict(name='ft'))
+    for i in range(4):
+        c = client_view(before, state, i, 2); c.message = before.method.shown(state['server'], i)
+        assert same(fed.method.start(client_view(fed, begin(fed), i, 0))[0], before.method.personal(c))
+    assert {r[1] for r in run(fed)[1] if r[2]=='personal_accuracy'}=={0, 1, 2, 3}
+
+def test_what_a_stage_has_frozen_is_kept_by_the_next():
+    before,state,fed = after(dict(name='fedavg'), dict(name='talos', mode='head', batches=1, calibrations=1), dict(name='ft'))
+    w = fed.net.weights()
+    assert before.net.frozen==('body',) and same(part(w, 'head'), state['server']['w']) and len(w)==4
+    assert same(part(w, 'body'), {k: v for k,v in before.net.module.named_parameters() if k in part(w, 'body')}) and not same(part(w, 'body'), part(federation_of(Setting(**STAGED, protocol=dict(per_round=4))).net.weights(), 'body'))
+
+STRATEGIES = dict(ft=dict(flood=.1), proximalft=dict(mu=1.), soupft=dict(members=2), sparseft=dict(sparsity=.5), lssft=dict(first=1), lpft=dict(probing=1), lponly={})
+
+def case_of(name):
+    "Three epochs of Adam, whose state lives on, after two rounds of FedAvg"
+    stage = dict(method=dict(name=name, carry=True, **STRATEGIES[name]), local=dict(optimiser=dict(name='adam', lr=.01)), protocol=dict(rounds=3, personal_every=1, cross=20))
+    return Case({}, Setting(**STAGED, protocol=dict(rounds=2, per_round=4), after=[stage]))
+
+class Killed(Exception): pass
+
+@pytest.mark.parametrize('name', STRATEGIES)
+def test_a_killed_stage_goes_on_to_the_same_rows(tmp_path, name, monkeypatch):
+    import fedbook.experiments as E
+    case = case_of(name)
+    whole, = run_cases([case], [0], tmp_path/'a', engine='one_by_one', **ABOUT)
+    kill,rounds = [True],[]
+    def watched(fed, file, f=E.rounds_of):
+        def stop(r):
+            rounds.append(r)
+            if kill and isinstance(fed.method, FT) and r==2: raise Killed
+        return f(fed, file, stop)
+    monkeypatch.setattr(E, 'rounds_of', watched)
+    with pytest.raises(Killed): run_cases([case], [0], tmp_path/'b', engine='one_by_one', **ABOUT)
+    kill.clear(); again, = run_cases([case], [0], tmp_path/'b', engine='one_by_one', **ABOUT)
+    assert rounds==[1, 2, 1, 2, 3] and again['rows']==whole['rows']
+    epochs = {r for r,_,k,_ in whole['rows'] if k=='cross_average'}
+    assert epochs=={3, 4, 5} and sum(k=='personal_accuracy' for *_,k,_ in whole['rows'])==4*4 and sum(k.startswith('on_') for *_,k,_ in whole['rows'])==16
+
+@pytest.mark.parametrize('engine', [Traced, stacked, lambda: Processes(2), lambda: Processes(2, Traced())])
+@pytest.mark.parametrize('name', STRATEGIES)
+def test_every_engine_fine_tunes_alike(name, engine, monkeypatch):
+    "In float64, with BatchNorm and dropout and an optimiser that lives on"
+    monkeypatch.setattr('fedbook.engines.OFTEN', 0)
+    module = mlp(bn=True, dropout=.3, blocks=True)
+    fed = precise(federation(method(name, carry=True, **STRATEGIES[name]), per_round=4, module=module, local=LocalTraining(1, 4, SGD(.05, .9)), personal_every=1, cross=6))
+    (a,rows),(b,more) = run(fed),run(fed, engine=engine())
+    assert distance(a, b) < 1e-9 and [r[:3] for r in rows]==[r[:3] for r in more]
+    assert np.allclose([r[3] for r in rows if r[2]!='train_loss'], [r[3] for r in more if r[2]!='train_loss'])
