@@ -13,7 +13,8 @@ import math
 import numpy as np
 from .errors import choose
 from .papers import asset, printed
-from .results import ALPHA, at_chance, centre, GUESSED, Paired, paired, signed, stand_ins, Table
+from .results import ALPHA, at_chance, centre, coordinate, curve_of, interval, p_value, Paired, paired, score_of, select, sign_of, signed, stand_ins, Table
+from .tasks import METRICS
 
 # %% ../nbs/01_foundations/42_claims.ipynb #b836da53
 @dataclass(frozen=True)
@@ -25,10 +26,10 @@ class Claim:
     where: str # In which section
     pairs: list # Pairs of cells as dicts of coordinates, the better one first
     metric: str = 'accuracy' # Of the comparison
-    better: str = 'higher' # or 'lower'
+    better: str = None # 'higher' or 'lower'; `None`: what is known of the metric
 
     @property
-    def sign(self): return 1 if self.better=='higher' else -1 # of A − B where the claim is right
+    def sign(self): return sign_of(self.metric, self.better) # of A − B where the claim is right
 
 # %% ../nbs/01_foundations/42_claims.ipynb #a569051f
 def claims(
@@ -99,7 +100,7 @@ def examined(
     pairs = [(a, b) for a,b in ran if setups(a)==setups(b)]
     if not pairs: return dict(verdict='not tested' + ': its cells have different backbones or data'*bool(ran), pairs=0)
     found = [paired(records, {**a, 'variant': variant}, {**b, 'variant': variant}, claim.metric, claim.better) for a,b in pairs]
-    near = [claim.metric in GUESSED and at_chance(runs(a)) and at_chance(runs(b)) for a,b in pairs]
+    near = [claim.metric in METRICS and at_chance(runs(a)) and at_chance(runs(b)) for a,b in pairs]
     older = any(r.get('older') for pair in pairs for cell in pair for r in runs(cell))
     found = [replace(f, p=.5) if n and math.isfinite(f.p) else f for f,n in zip(found, near)]
     p,(a,b) = max(zip(found, pairs), key=lambda f: (math.isnan(f[0].p), f[0].p, -claim.sign*f[0].mean))

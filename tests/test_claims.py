@@ -97,7 +97,7 @@ def test_near_chance_nothing_is_decided(cifar, word):
 def test_near_chance_a_loss_is_not_compared_but_bytes_are():
     records = [dict(run(s, 1., epochs=e), data='cifar100') for s in range(3) for e in (4, 8)]
     for r in records: r['rows'] += [[1, None, m, r['cell']['epochs']+.01*r['seed']*r['cell']['epochs']] for m in ('loss','bytes','personal_accuracy')]
-    words = {m: examined(pairs((8, 4), metric=m), records, 'intended')['verdict'] for m in ('accuracy','loss','bytes','personal_accuracy')}
+    words = {m: examined(pairs((8, 4), metric=m, better='higher'), records, 'intended')['verdict'] for m in ('accuracy','loss','bytes','personal_accuracy')}
     assert words==dict(accuracy='undecided: near chance', loss='undecided: near chance', bytes='holds', personal_accuracy='holds')
 
 def test_pairs_near_chance_are_counted_and_named():
