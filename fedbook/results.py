@@ -506,6 +506,12 @@ class Paired:
     high:float|None # Upper end
     p:float # One-sided p-value that A is better; .5 for one seed, NaN where a run has diverged
 
+    @classmethod
+    def of(cls, gaps:dict, sign:int):
+        "From the differences of seeds, and the sign of one where A is better"
+        d = np.array([*gaps.values()])
+        return cls(gaps, *(interval(d) if np.isfinite(d).all() else (math.nan, None, None)), float(p_value(sign*d)))
+
 # %% ../nbs/01_foundations/40_results.ipynb #e46d45a5
 def paired(
     records:list[dict], # Runs
@@ -516,12 +522,10 @@ def paired(
     at:str='last', # The round: 'last' or 'validation'
 ) -> Paired:
     "Compare A with B seed by seed; raises `Refused` where they share no seed, or one is not unique"
-    sign = sign_of(metric, better)
     sides = [{s: score_of(r, metric, at) for s,r in select(records, w).items()} for w in (a, b)]
     gaps = {s: sides[0][s]-sides[1][s] for s in sorted(set(sides[0]) & set(sides[1])) if None not in (sides[0][s], sides[1][s])}
     require(gaps, f'{a} and {b} share no seed with a {metric}.')
-    d = np.array([*gaps.values()])
-    return Paired(gaps, *(interval(d) if np.isfinite(d).all() else (math.nan, None, None)), float(p_value(sign*d)))
+    return Paired.of(gaps, sign_of(metric, better))
 
 # %% ../nbs/01_foundations/40_results.ipynb #0e10764d
 def select(
