@@ -1,8 +1,10 @@
 "Claims name cells that exist, and a verdict is what the pairs say."
 import math
+from dataclasses import replace
 import numpy as np, pytest
 from scipy.stats import nct, t
-from fedbook.claims import against, Claim, claims, decided, examined, holds_in_print, seeds_needed, verdicts
+from fedbook.claims import (against, at_equal, AtEqual, Claim, claims, common_level, Correlation, decided, examined, first_reached, holds_in_print, made, rise, seeds_needed,
+    spearman, verdicts)
 from fedbook.errors import Refused
 from fedbook.papers import printed, printed_ids
 from fedbook.results import ALPHA, p_value
@@ -97,7 +99,7 @@ def test_near_chance_nothing_is_decided(cifar, word):
 def test_near_chance_a_loss_is_not_compared_but_bytes_are():
     records = [dict(run(s, 1., epochs=e), data='cifar100') for s in range(3) for e in (4, 8)]
     for r in records: r['rows'] += [[1, None, m, r['cell']['epochs']+.01*r['seed']*r['cell']['epochs']] for m in ('loss','bytes','personal_accuracy')]
-    words = {m: examined(pairs((8, 4), metric=m), records, 'intended')['verdict'] for m in ('accuracy','loss','bytes','personal_accuracy')}
+    words = {m: examined(pairs((8, 4), metric=m, better='higher'), records, 'intended')['verdict'] for m in ('accuracy','loss','bytes','personal_accuracy')}
     assert words==dict(accuracy='undecided: near chance', loss='undecided: near chance', bytes='holds', personal_accuracy='holds')
 
 def test_pairs_near_chance_are_counted_and_named():
@@ -140,3 +142,110 @@ def test_words(): assert against(dict(a=1, b=2), dict(a=1, b=3))=='b 2 against b
 
 def test_a_table_without_claims():
     with pytest.raises(Refused, match='did you mean .000-table7'): claims('000-tabel7')
+
+# ---- the larger X, the larger Y
+
+def over(values, **kw):
+    "Cells over α, per seed a list of accuracies"
+    records = [run(s, v, alpha=a) for s,vs in enumerate(values) for a,v in zip((.1, .5, 1.), vs)]
+    return examined(Correlation('x', '000-table6', '', '', 'alpha', **kw), records, 'intended')
+
+def test_rise_by_hand():
+    "Ranks 1, 3, 2: the slope is (20-10)/2; of tied x the ranks are 1½, 1½, 3; of two points it is the difference"
+    assert rise([1, 10, 100], [10., 30., 20.])==5 and rise([5, 5, 9], [1., 3., 5.])==pytest.approx(2.) and rise([7, 3], [1., 4.])==-3
+    assert rise([0, 1], np.array([[1., 4.], [4., 1.]])).tolist()==[3., -3.]
+    assert spearman([1, 10, 100], [10., 30., 20.])==.5 and spearman([1, 2], [3., 3.]) is not None and math.isnan(spearman([1, 2], [3., 3.]))
+    with pytest.raises(Refused, match='two different values'): rise([1, 1], [1., 2.])
+
+@pytest.mark.parametrize('values,kw,word', [([(50, 56, 60), (50, 56, 61), (50, 55, 60)], {}, 'holds'), ([(50, 56, 60), (50, 56, 61), (50, 55, 60)], dict(trend='falls'), 'fails'),
+    ([(50, 56, 60)], {}, 'undecided: leans to yes, 1 seed, at least 2 needed'), ([(50, 56, 60), (50, 40, 30)], {}, 'undecided: leans to no'), ([(50, 56, 60), (50, 40, math.nan)], {}, 'diverged'), ([], {}, 'not tested')])
+def test_correlations(values, kw, word): assert over(values, **kw)['verdict'].startswith(word)
+
+def test_a_correlation_says_what_it_saw():
+    found = over([(50, 56, 60), (50, 57, 62)])
+    assert found['difference']==5.5 and found['seeds']==2 and found['weakest']=='accuracy over alpha, 3 cells, ρ = 1.00'
+
+def test_a_seed_that_lacks_a_cell_is_left_out():
+    records = [run(s, v, alpha=a) for s in (0, 1) for a,v in ((.1, 50.), (.5, 55.+s), (1., 60.)) if (s, a)!=(1, .5)]
+    assert examined(Correlation('x', '000-table6', '', '', 'alpha'), records, 'intended')['seeds']==1
+
+def test_cells_of_different_backbones_are_not_correlated():
+    records = [run(0, 50., alpha=.1), run(0, 60., model='cnn', alpha=.5)]
+    assert examined(Correlation('x', '000-table6', '', '', 'alpha'), records, 'intended')==dict(verdict='not tested: its cells have different backbones or data', pairs=0)
+
+def test_a_correlation_over_clients():
+    "In the last round that has the metric, of the clients that have both"
+    rows = [[r, c, m, v+s] for r in (1, 2) for s in [0.] for c in range(4) for m,v in (('samples', 10.*c), ('gain', (8.-2*c)*(-1)**r*-1)) if (c, m)!=(3, 'samples')]
+    c = Correlation('x', '000-table6', '', '', 'samples', 'gain', 'rises', 'clients', dict(epochs=4))
+    records = [dict(run(s, 0., epochs=4), rows=rows) for s in range(3)]
+    found = examined(c, records, 'intended')
+    assert found['difference']==2 and found['weakest'].endswith('3 clients, ρ = 1.00')
+    with pytest.raises(Refused, match='one cell'): examined(replace(c, cell={}), records+[dict(run(0, 0., epochs=8), rows=rows)], 'intended')
+
+def test_near_chance_no_trend_is_decided():
+    records = [dict(run(s, v, alpha=a), data='cifar100') for s in range(3) for a,v in ((.1, .8), (.5, .9), (1., 1.))]
+    assert examined(Correlation('x', '000-table6', '', '', 'alpha'), records, 'intended')['verdict']=='undecided: near chance'
+
+def test_a_correlation_in_print():
+    t = printed('000-table6') # accuracy rises with the local epochs
+    assert holds_in_print(Correlation('x', t.id, '', '', 'epochs')) and not holds_in_print(Correlation('x', t.id, '', '', 'epochs', trend='falls'))
+    assert holds_in_print(Correlation('x', t.id, '', '', 'epochs', over='clients')) is None
+
+@pytest.mark.parametrize('wrong', [dict(trend='up'), dict(over='rounds')])
+def test_correlations_that_mean_nothing(wrong):
+    with pytest.raises(Refused): Correlation('x', 't', '', '', 'alpha', **wrong)
+
+@pytest.mark.parametrize('own', [0, 100])
+@pytest.mark.parametrize('m', [3, 20])
+@pytest.mark.parametrize('n', [2, 3, 5])
+def test_trends_are_seldom_seen_where_there_are_none(n, m, own):
+    rng = np.random.default_rng([n, m, own])
+    y = rng.normal(size=(20000, n, m))*np.geomspace(1, 10, m) + own*rng.normal(size=(20000, n, 1))*np.arange(m)
+    assert np.mean(p_value(rise(range(m), y)) <= ALPHA) <= .025+3.3*(.025/20000)**.5
+
+# ---- at equal A
+
+FAST,SLOW = {1: 50., 2: 70., 3: 90.},{1: 40., 2: 60., 3: 80.}
+def two(seed, gain=0., equal=(FAST, SLOW), method=('FT', 'LP-FT')):
+    ends = {1: 52., 2: 48., 3: 40.},{1: 52., 2: 50., 3: 46.+gain}
+    return [dict(run(seed, 0., method=m), rows=[[r, None, k, v] for k,c in (('local_accuracy', a), ('accuracy', b)) for r,v in c.items()]) for m,a,b in zip(method, equal, ends)]
+LATER = AtEqual('x', '000-table6', '', '', [[dict(method='LP-FT'), dict(method='FT')]], equal='local_accuracy')
+
+def test_at_equal_by_hand():
+    "80 % is reached after 2½ and after 3 rounds: global accuracies 44 and 46, though the ends are 40 and 46"
+    ft,lpft = two(0)
+    assert common_level(FAST, SLOW)==80 and first_reached(FAST, 80.)==2.5 and first_reached(SLOW, 80.)==3
+    assert at_equal(lpft, ft, 'accuracy', 'local_accuracy')==(46., 44.)
+    assert first_reached({1: 5., 2: 3., 3: 1.}, 2., -1)==2.5 and common_level({1: 5., 2: 1.}, {1: 4., 2: 2.}, -1)==2
+
+def test_the_first_crossing_counts(): assert first_reached({1: 0., 2: 10., 3: 0., 4: 20.}, 5.)==1.5 and first_reached({1: 5., 2: 9.}, 5.)==1
+
+def test_without_a_common_level_nothing_is_compared():
+    above = {1: 85., 2: 90., 3: 95.}
+    assert first_reached(above, 80.) is None and first_reached(SLOW, 81.) is None
+    a,b = two(0, equal=(above, SLOW))
+    assert at_equal(a, b, 'accuracy', 'local_accuracy') is None and at_equal(a, run(0, 1.), 'accuracy', 'local_accuracy') is None
+    assert examined(LATER, [a, b], 'intended')==dict(verdict='not tested', pairs=0)
+
+def test_claims_at_equal_local_accuracy():
+    records = [r for s in range(3) for r in two(s, .1*s)]
+    found = examined(LATER, records, 'intended')
+    assert found['verdict']=='holds' and found['difference']==pytest.approx(2.1) and found['seeds']==3 and holds_in_print(LATER) is None
+    assert examined(LATER, records[:2], 'intended')['verdict']=='undecided: leans to yes, 1 seed, at least 2 needed'
+    back = [r|dict(cell=dict(method=dict(FT='LP-FT').get(r['cell']['method'], 'FT'))) for r in records]
+    assert examined(LATER, back, 'intended')['verdict']=='fails'
+
+def test_a_run_that_diverged_is_named_at_equal_accuracy():
+    records = [r for s in range(2) for r in two(s)]
+    records[0]['rows'] += [[3, None, 'loss', None]]
+    assert examined(LATER, records, 'intended')['verdict']=='diverged'
+
+def test_kinds_of_claims_in_files():
+    common = dict(id='x', table='t', text='', where='')
+    assert isinstance(made('correlation', **common, x='alpha'), Correlation) and isinstance(made(**common, pairs=[]), Claim) and made('equal', **common, pairs=[]).equal=='personal_accuracy'
+    with pytest.raises(Refused, match="'correlation'"): made('corelation', **common)
+
+def test_a_table_says_where_print_cannot_tell(monkeypatch):
+    monkeypatch.setattr('fedbook.claims.claims', lambda table: [LATER])
+    t = verdicts('000-table6', [r for s in range(3) for r in two(s, .1*s)])
+    assert t.frame['in the printed numbers'].tolist()==['–'] and t.frame.verdict.tolist()==['holds']

@@ -177,9 +177,20 @@ def test_p_value_and_interval_say_the_same(xs):
 
 # ---- near chance
 
-def test_ceiling_by_hand():
-    "10 % and 1.96 standard deviations of 0.3 points, rounded to whole images"
-    assert R.ceiling('cifar10')==pytest.approx(10.59) and R.ceiling('cifar100')==pytest.approx(1.2) and R.ceiling('unheard of')==0
+def test_chance_level_by_hand():
+    "10 % and 1.96 standard deviations of 0.3 points, rounded to whole images; a coin's AUC is ½, and a Dice has no chance"
+    assert [R.chance_level([run(data=d)]) for d in ('cifar10','cifar100','unheard of')]==[pytest.approx(10.59), pytest.approx(1.2), -math.inf]
+    assert R.chance_level([scored(dict(auc=50., undefined=0., loss=1.))])==50. and R.chance_level([scored(dict(dice=1., loss=1.))])==-math.inf
+
+def scored(*values, **changes):
+    "A run with these metrics, a round each"
+    return run(rows=[[r, None, k, v] for r,d in enumerate(values, 1) for k,v in d.items()], **changes)
+
+def test_each_task_has_its_own_margin_and_chance():
+    cells = [dict(classes=5, epochs=4, auc=a, dice=d) for a,d in [(50.4, 50.4)]]
+    def word(metric, value, **more): return R.comparison([scored({metric: value, **more}) | dict(seed=s, fingerprint=str(s)) for s in range(3)], cells, KEYS, [metric]).frame.verdict[0]
+    assert word('dice', 49.5)=='agrees' and word('dice', 49.3)=='lower by 1.1' and word('auc', 51.)=='agrees', 'a point'
+    assert R.at_chance([scored(dict(auc=49., undefined=0.))]) and not R.at_chance([scored(dict(auc=51., undefined=0.))]) and not R.at_chance([scored(dict(dice=0.))])
 
 def test_at_chance():
     assert R.at_chance([run(acc=1.), run(1, acc=1.3)]) and R.at_chance([run(acc=.2)]) and not R.at_chance([run(acc=1.), run(1, acc=2.)]) and R.at_chance([run(acc=2.)], above=1.)
@@ -219,10 +230,6 @@ def test_older_code_has_numbers_and_no_verdict():
     assert c.provenance['older']==1 and '1 of 4 runs are of older code' in c.to_markdown() and 'older code' not in R.comparison(rs[1:], CELLS, KEYS).to_markdown()
     assert R.comparison([run(classes=7, older=True)], CELLS, KEYS, ['accuracy']).frame.verdict.tolist()[-1]=='of older code'
 
-def test_tolerance():
-    assert R.tolerance('accuracy', 5.)==R.tolerance('personal_accuracy', 80.)==1.
-    assert R.tolerance('loss', 20.)==1.
-
 # ---- which round
 
 def test_round_is_never_chosen_on_test_data():
@@ -233,6 +240,21 @@ def test_round_is_never_chosen_on_test_data():
         with pytest.raises(Refused, match='choice of round'): R.value_of(r, 'accuracy', at)
     with pytest.raises(Refused, match='val_accuracy'): R.value_of(run(), 'accuracy', 'validation')
     with pytest.raises(Refused, match='round 2'): R.value_of(run(rows=[*rows, [3,None,'loss',1.]]), 'loss', 'validation')
+
+def test_the_round_is_chosen_by_the_main_metric_of_the_task():
+    rows = [dict(dice=d, val_dice=v, val_accuracy=a) for d,v,a in ((1., 9., 5.), (2., 8., 6.))]
+    assert R.main_metric([scored(*rows)])=='dice' and R.value_of(scored(*rows), 'dice', 'validation')==1.
+    c = R.comparison([scored(*rows)], [dict(classes=5, epochs=4, dice=1.)], KEYS, at='validation', metrics=['dice'])
+    assert c.frame.ours.tolist()==[1.] and 'best validation dice' in c.to_markdown()
+
+def test_the_best_round_of_a_metric_that_is_better_lower(monkeypatch):
+    monkeypatch.setattr(R, 'main_of', lambda names: 'hd95')
+    assert R.best_round(scored(dict(val_hd95=3.), dict(val_hd95=2.), dict(val_hd95=2.)))==2
+
+def test_the_direction_of_a_metric_is_known():
+    rs = [run(s, method=m, loss=l) for s in range(3) for m,l in (('a', 1.+s*.01), ('b', 2.))]
+    assert R.paired(rs, dict(method='a'), dict(method='b'), 'loss').p < .01 and R.paired(rs, dict(method='a'), dict(method='b'), 'loss', better='higher').p > .99
+    with pytest.raises(Refused, match='direction'): R.sign_of('loss', 'up')
 
 def test_order_of_rows_does_not_matter():
     r = run()
