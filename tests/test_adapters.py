@@ -105,7 +105,7 @@ def test_own_models_before_it_are_refused():
 @pytest.mark.parametrize('cls', [LoRA, Adapter])
 def test_layers_that_are_not_there_are_refused(cls):
     net = Net(build('vit_tiny32', 3, 1, 28, patch=14, dim=16, depth=1))
-    with pytest.raises(Refused, match="no linear layer of the body 'qvk'; did you mean 'blocks.0.attn.qkv'"): cls(targets=['qvk']).network(net)
+    with pytest.raises(Refused, match="no linear layer of the body 'qvk'; there are blocks.0.attn.qkv"): cls(targets=['qvk']).network(net)
     with pytest.raises(Refused, match='body and a head'): fed = transformers(cls()); replace(fed, net=Net(nn.Sequential(OrderedDict(a=nn.Flatten(), b=nn.Linear(784, 3)))))
 
 def test_without_peft_it_says_what_to_install(tmp_path):

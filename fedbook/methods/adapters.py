@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn, Tensor
 from ..errors import choose, require
 from .posthoc import FT
-from ..models import lies_in, Net
+from ..models import Classifier, lies_in, Net
 from ..settings import setting
 
 # %% ../../nbs/02_methods/51_adapters.ipynb #6c32d612
@@ -34,6 +34,7 @@ def extended(
     mark:str, # What the names of new weights have in them, and no others
 ) -> Net: # The same network where it has them already
     "A network with new weights in its body, where only they and the head train"
+    require(isinstance(net.module, Classifier), 'Adapters need a network of a body and a head; make one with Classifier.of(module, head="name of the last layer").')
     def new(body): return [k for k,_ in body.named_parameters() if mark in k]
     if new(net.module.body): return net
     module,like = deepcopy(net.module),next(net.module.parameters())
