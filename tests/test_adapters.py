@@ -5,7 +5,7 @@ import subprocess, sys
 import numpy as np, pytest, torch
 from torch import nn
 import oracles_posthoc as P
-from fedbook.compat import peft
+from fedbook.methods.adapters import peft
 from fedbook.engines import Processes, stacked, Traced
 from fedbook.errors import Refused
 from fedbook.experiments import federation as federation_of, Setting, stage_after
@@ -110,7 +110,7 @@ def test_layers_that_are_not_there_are_refused(cls):
 
 def test_without_peft_it_says_what_to_install(tmp_path):
     (tmp_path/'peft.py').write_text('raise ModuleNotFoundError("No module named peft", name="peft")')
-    code = f"import sys; sys.path.insert(0, {str(tmp_path)!r})\nfrom fedbook.compat import peft\ntry: peft()\nexcept Exception as e: print(type(e).__name__, e)"
+    code = f"import sys; sys.path.insert(0, {str(tmp_path)!r})\nfrom fedbook.methods.adapters import peft\ntry: peft()\nexcept Exception as e: print(type(e).__name__, e)"
     out = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, check=True).stdout
     assert out.startswith('Refused ') and out.strip().endswith('pip install fedbook[adapters]') and '(peft)' in out
 
