@@ -166,8 +166,8 @@ class FedAvg(Checked):
     def phases(self, epochs, round): return (None,)*epochs    # what each local epoch is about; steps see it as c.phase
     def trains(self, phase): return ()                        # the parts of the network that train in a phase; none named: all
     def loss(self, w, batch, c):                              # the local objective, a scalar
-        return self.criterion(c.logits(w, batch['x']), batch['y'], c)
-    def criterion(self, z, y, c): return c.local.task.loss(z, y) # what it asks of the answers z to a batch
+        return self.answer_loss(c.logits(w, batch['x']), batch['y'], c)
+    def answer_loss(self, z, y, c): return c.local.task.loss(z, y) # what it asks of the answers z to a batch
     def step(self, g, w, c): return g                         # the direction of one local step
     def update(self, w, g, s, scale, c):                      # the step itself: new weights, new state of the optimiser
         return c.local.optimiser.update(w, self.step(g, w, c), s, scale)

@@ -39,7 +39,7 @@ class FT(LocalOnly):
     def client(self, w): return dict(own=w)
     def start(self, c): return c.memory['own'], {k: v for k,v in c.memory.items() if k!='own'}
     def init(self, w, c): return c.memory.get('s', {}).get(str(c.phase)) or super().init(w, c)
-    def criterion(self, z, y, c): return flooded(super().criterion(z, y, c), self.flood)
+    def answer_loss(self, z, y, c): return flooded(super().answer_loss(z, y, c), self.flood)
     def finish(self, w, c): return {}, dict(self.kept(c), own=w)
 
     def kept(self, c): # what the memory holds beside the model
