@@ -288,7 +288,7 @@ def code_fingerprint(
     "A hash of the code that a method's numbers depend on, without its comments and docstrings; raises `Refused` where it cannot be had"
     named = [*map(combined, name.split('+')), *user_code]
     tops = {getattr(o, '__module__', '').partition('.')[0] for o in named}
-    used = Sources((*BESIDE, Setting, OPTIMISERS, SCHEDULES), ('__main__', federation.__module__), ours=frozenset({'fedbook', *tops}))
+    used = Sources((*BESIDE, Setting, OPTIMISERS, SCHEDULES, TASKS), ('__main__', federation.__module__), ours=frozenset({'fedbook', *tops}))
     for o in (federation, rounds_of, *named): used.add(o, getattr(o, '__name__', 'it'))
     return fingerprint(name, used.found)
 
@@ -296,10 +296,14 @@ def code_fingerprint(
 def user_code(
     s:Setting, # An experiment
 ) -> list: # Functions and classes
-    "What a setting names that is not part of the package"
-    registries = [(partitions.SCHEMES, s.partition), (OPTIMISERS, s.local.get('optimiser', {})), (SCHEDULES, s.local.get('schedule', {}))]
+    "What a setting names beside its method, as far as it is not part of the package, and the methods of its later stages"
+    stages = [s.stage(i) for i in range(len(s.after)+1)]
+    registries = [(partitions.SCHEMES, s.partition), (datasets.AUGMENTERS, s.augment)]
+    registries += [(shifts.SHIFTS, dict(name=k) if isinstance(k, str) else k) for k in s.shift]
+    registries += [(r, t.local.get(k, {})) for t in stages for k,r in dict(optimiser=OPTIMISERS, schedule=SCHEDULES, task=TASKS).items()]
     named = [r[given['name']] for r,given in registries if given.get('name') in r]
-    return [o for o in named if not o.__module__.startswith('fedbook.')] + ([MODELS[s.model['name']]] if is_user_model(s.model) else [])
+    later = [stages_of]*bool(s.after) + [combined(n) for t in stages[1:] for n in t.method['name'].split('+')]
+    return [o for o in named if not o.__module__.startswith('fedbook.')] + ([MODELS[s.model['name']]] if is_user_model(s.model) else []) + later
 
 def is_user_model(model:dict) -> bool: # Is the model not, or no longer, one of the package?
     return model['name'] in MODELS and MODELS[model['name']] is not BUILT_IN.get(model['name'])
@@ -344,7 +348,8 @@ class Case:
         "What a run of some code is recognised by, of the present code for `None`"
         s = self.setting
         d,w = dataset(s.data),weights(s.data, json.dumps(s.model, sort_keys=True))
-        return fingerprint(s.given(), seed, [d.fingerprint, d.n_classes], code or self.code(), *w)
+        data = d.fingerprint_with(*sorted(d.groups)) if s.partition['name']=='natural' else d.fingerprint
+        return fingerprint(s.given(), seed, [data, d.n_classes], code or self.code(), *w)
 
     def fingerprints(self, seed:int) -> list[str]: # The present code's first
         "What finished runs that are as good as new are recognised by"

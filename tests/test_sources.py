@@ -3,7 +3,7 @@ import importlib, shutil, subprocess, sys
 from functools import lru_cache, partial
 from pathlib import Path
 import pytest
-from fedbook import models, partition
+from fedbook import models, optim, partition, shifts, tasks
 from fedbook.errors import Refused
 from fedbook.experiments import Case, code_fingerprint, Setting
 from fedbook.method import FedAvg, method, METHODS
@@ -20,7 +20,7 @@ def codes(checkout, *names):
 NAMES = 'fedavg','fedprox','fedas','fedpac','talos','fedspu','moon'
 
 @pytest.mark.parametrize('file,change,touched', [
-    ('methods/fedas.py', 'def more(): pass', {'fedas'}), ('features.py', 'def class_means(*a): pass', {*NAMES}), ('methods/talos.py', 'def more(): pass', {'talos','fedpac','fedspu'}), ('methods/moon.py', 'def more(): pass', {'moon'}),
+    ('methods/fedas.py', 'def more(): pass', {'fedas'}), ('features.py', 'def class_means(*a): pass', {*NAMES}), ('methods/talos.py', 'def more(): pass', {'talos','fedspu'}), ('methods/moon.py', 'def more(): pass', {'moon'}),
     ('rounds.py', 'def more(): pass', {*NAMES}), ('partition.py', 'SMALL = 1', {*NAMES}), ('experiments.py', 'def resplit(*a): pass', {*NAMES}),
     ('experiments.py', 'def more(): pass', set()), ('engines.py', 'def more(): pass', set()), ('cli.py', 'def more(): pass', set()),
     ('methods/fedas.py', '# a comment', set())])
@@ -116,3 +116,32 @@ def test_what_a_setting_names_of_the_readers_own_counts(outside, monkeypatch):
     monkeypatch.setitem(models.MODELS, 'own', partial(models.mlp, hidden=(3,))); c = codes()
     monkeypatch.setitem(models.MODELS, 'own', partial(models.mlp, hidden=(4,))); d = codes()
     assert len({a[0], c[1], d[1]})==3 and c[0]==d[0]==a[0]
+
+def test_the_code_of_later_stages_counts(outside):
+    "Of a stage's method and of what it alone names; a setting without stages is recognised as before"
+    own = 'from fedbook.method import FedAvg\nclass Later(FedAvg):\n    def step(self, g, w, c): return g\n'
+    first,then = Setting('mnist'),Setting('mnist', after=[dict(method=dict(name='fedprox'))])
+    def code(*stages): return Case({}, Setting('mnist', after=[dict(method=dict(name=m), **more) for m,more in stages])).code()
+    outside('mine', own); a = code(('later', {}))
+    outside('mine', own.replace('return g', 'return 2*g')); b = code(('later', {}))
+    assert a!=b and Case({}, first).code()==code_fingerprint('fedavg')!=Case({}, then).code()
+
+def test_a_task_a_shift_and_an_optimiser_of_ones_own_count_where_they_are_named(outside, monkeypatch):
+    text = '''from dataclasses import dataclass
+from fedbook.optim import SGD
+from fedbook.tasks import Task
+@dataclass(frozen=True)
+class Twice(Task):
+    def loss(self, z, y): return 2*super().loss(z, y)
+@dataclass(frozen=True)
+class Slow(SGD):
+    def update(self, w, g, s, scale=1.): return super().update(w, g, s, scale/2)
+def dark(): return lambda x, y, rng: (x//2, y)
+'''
+    usual = Case({}, Setting('mnist')).code()
+    def codes(m):
+        for registry,name,o in ((tasks.TASKS, 'twice', m.Twice), (optim.OPTIMISERS, 'slow', m.Slow), (shifts.SHIFTS, 'dark', m.dark), (shifts.SHIFTS, 'none', shifts.SHIFTS['none'])): monkeypatch.setitem(registry, name, o)
+        return [Case({}, s).code() for s in (Setting('mnist'), Setting('mnist', local=dict(task=dict(name='twice'))), Setting('mnist', shift=['none', 'dark']),
+            Setting('mnist', after=[dict(method=dict(name='fedavg'), local=dict(optimiser=dict(name='slow')))]), Setting('mnist', shift=['none']))]
+    a,b = codes(outside('mine', text)),codes(outside('mine', text.replace('2*super', '3*super').replace('scale/2', 'scale/3').replace('x//2', 'x//3')))
+    assert a[0]==b[0]==a[4]==b[4]==usual and [x!=y for x,y in zip(a, b)]==[False,True,True,True,False]
