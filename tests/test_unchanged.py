@@ -23,7 +23,7 @@ def rewritten(checkout, file, now, before):
     path.write_text(text.replace(now, before))
     return checkout
 
-SAME = ('rounds.py', "fed.method.aggregate(old, [a['message'] for a in replies.values()], weights)", "fed.method.aggregate(old, list(a['message'] for a in replies.values()), weights)")
+SAME = ('rounds.py', "fed.method.aggregate(old, [{**a['message'], 'client': i} for i,a in replies.items()], weights)", "fed.method.aggregate(old, list({**a['message'], 'client': i} for i,a in replies.items()), weights)")
 OTHER = ('methods/fedprox.py', 'self.mu/2', '1.001*self.mu/2')
 
 def test_what_computes_the_same_is_not_run_again_and_what_does_not_is(tmp_path, monkeypatch):
@@ -46,7 +46,7 @@ def test_what_computes_the_same_is_not_run_again_and_what_does_not_is(tmp_path, 
 def test_a_change_of_nothing_but_the_state_or_the_partition_is_seen(tmp_path):
     ask = [shortened(CASES[0].setting.settings())]
     part,state,rows = json.loads(answers(ROOT, ask)[0])
-    other = rewritten(older(tmp_path/'a'), *SAME[:2], "{**fed.method.aggregate(old, [a['message'] for a in replies.values()], weights), 'more': torch.zeros(1)}")
+    other = rewritten(older(tmp_path/'a'), *SAME[:2], "{**fed.method.aggregate(old, [{**a['message'], 'client': i} for i,a in replies.items()], weights), 'more': torch.zeros(1)}")
     (p,s,r), = map(json.loads, answers(other, ask))
     assert p==part and r==rows and s!=state
     fed = E.federation(Setting(**ask[0])); clients = fed.data.clients
