@@ -234,6 +234,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                  'fedbook.engines.stackable': ('01_foundations/engines.html#stackable', 'fedbook/engines.py'),
                                  'fedbook.engines.stacked': ('01_foundations/engines.html#stacked', 'fedbook/engines.py'),
                                  'fedbook.engines.stacked_phase': ('01_foundations/engines.html#stacked_phase', 'fedbook/engines.py'),
+                                 'fedbook.engines.standing': ('01_foundations/engines.html#standing', 'fedbook/engines.py'),
                                  'fedbook.engines.step_groups': ('01_foundations/engines.html#step_groups', 'fedbook/engines.py'),
                                  'fedbook.engines.steps': ('01_foundations/engines.html#steps', 'fedbook/engines.py'),
                                  'fedbook.engines.team_of': ('01_foundations/engines.html#team_of', 'fedbook/engines.py'),

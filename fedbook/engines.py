@@ -6,9 +6,9 @@
 __all__ = ['OFTEN', 'CACHE', 'SEVERAL', 'NO_GPU', 'ONLY_GPU', 'TEAMS', 'ENGINES', 'BUDGET', 'SHORT', 'LONG', 'CHOICES', 'Group',
            'step_groups', 'in_chunks', 'steps', 'augmented', 'train', 'train_stack', 'train_phase', 'stacked_phase',
            'stackable', 'worth_a_trace', 'common', 'local_step_of', 'replies_of', 'follow', 'FellBack', 'out_of_memory',
-           'Traced', 'views', 'give_up', 'halve', 'stacked', 'graphs', 'cores', 'Processes', 'team_of', 'disband',
-           'engine', 'used', 'possible', 'trial', 'round_seconds', 'measure', 'local_steps', 'kind', 'choice',
-           'Fastest']
+           'Traced', 'views', 'standing', 'give_up', 'halve', 'stacked', 'graphs', 'cores', 'Processes', 'team_of',
+           'disband', 'engine', 'used', 'possible', 'trial', 'round_seconds', 'measure', 'local_steps', 'kind',
+           'choice', 'Fastest']
 
 # %% ../nbs/01_foundations/38_engines.ipynb #dd562e60
 from collections import Counter
@@ -23,7 +23,7 @@ from .federation import begin, client_views, FederatedData, Federation, PER_CLIE
 from .memory import grouped, kind as kind_of, recalled
 from .method import batch_bounds, Client, epoch_orders, FedAvg, LocalTraining, segments, work_of
 from .models import Net
-from .tensors import channels_last, clone, flatten, stack, Unlike, unstack
+from .tensors import channels_last, checksum, clone, flatten, stack, Unlike, unstack
 from .trace import Bound, bring_back, ready_to_trace, recording, Step
 from .workers import Team
 
@@ -207,7 +207,7 @@ class Traced:
         if work is not attempted: return [one_by_one(*a) for a in asked] # only training is stacked
         each,processor = sum(t.nbytes for t in flatten(state['server']['w']).values()),fed.data.x.device.type=='cpu'
         large = processor and each*len(todo) > SEVERAL
-        if len(asked) > 1 and (large or any(f.data.x is not fed.data.x for f,*_ in asked)): return [self(*a) for a in asked] # samples are picked from one tensor
+        if len(asked) > 1 and (large or any(f.data.x is not fed.data.x or standing(f.net)!=standing(fed.net) for f,*_ in asked)): return [self(*a) for a in asked] # samples are picked from one tensor
         most = max(1, CACHE//each) if processor else len(todo)
         while len(replies) < len(todo) and not self.obstacle:
             some = todo[len(replies):len(replies)+min(self.at_once, most)]
@@ -225,6 +225,14 @@ def views(asked:list) -> list: # Pairs of a run and what a client sees
     "The clients of questions (run, state, client, round); what those of one run keep is picked together"
     each = [list(some) for _,some in groupby(asked, key=lambda q: id(q[0]))]
     return [(q[0], c) for some in each for q,c in zip(some, client_views(*some[0][:2], [i for _,_,i,_ in some], some[0][3]))]
+
+# %% ../nbs/01_foundations/38_engines.ipynb #542393ab
+def standing(net:Net) -> str: # A hash; of nothing where everything trains
+    "What a network keeps as it is"
+    if 'standing' not in vars(net):
+        moves = {*net.weights(), *net.buffers()}
+        net.standing = checksum({k: t for k,t in net.module.state_dict().items() if k not in moves}, {})
+    return net.standing
 
 # %% ../nbs/01_foundations/38_engines.ipynb #ba8c2024
 def give_up(engine, fed, e):

@@ -68,7 +68,7 @@ def test_a_gpu_computes_float32_as_such_and_in_one_order(monkeypatch):
 def test_a_method_that_mixes_devices_is_found(monkeypatch):
     with elsewhere(monkeypatch), pytest.raises(RuntimeError, match='two devices'): run(moved(federation(Careless())))
 
-@pytest.mark.parametrize('name', sorted(methods()))
+@pytest.mark.parametrize('name', sorted({*methods()}-{'lora','adapter'})) # under an adapter stands a network that is not among the tensors of a step
 def test_traced_steps_stay_on_their_device(monkeypatch, name):
     "Each step that the engines trace is traced a second time for the other device, where nothing is computed"
     monkeypatch.setattr(engines, 'OFTEN', 0)

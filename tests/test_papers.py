@@ -28,7 +28,7 @@ def test_five_papers():
     assert [len(p.authors) for p in ps]==[4,5,0,4,3]
     for p in ps: assert len(set(p.tables))==len(p.tables) and len(set(p.figures))==len(p.figures) and p.title==p.title.strip()
 
-def test_the_ids(): assert printed_ids()==[*(f'000-table{n}' for n in range(4, 11)), *(f'003-table{n}' for n in ('1','2','3','A1'))]
+def test_the_ids(): assert printed_ids()==[*(f'000-table{n}' for n in range(4, 11)), *(f'002-table{n}' for n in (2, 3, 4, 7, 8)), *(f'003-table{n}' for n in ('1','2','3','A1'))]
 
 @pytest.mark.parametrize('table', SECOND)
 def test_second_transcription(table):
@@ -47,13 +47,16 @@ def test_cells_are_whole(t):
     assert t.label in t.paper.tables and t.caption and t.where and t.silent
     assert set(t.columns)=={*t.index, *t.metrics} and set(t.best)<=set(t.metrics) and set(t.block)<=set(t.index)
 
+MISPRINTED = {('002-table2','CIFAR100-C','cross_c_std'): 5.37} # marked, though 5.32 is printed below it
+
 @each
 def test_bold_is_best_in_its_block(t):
     for m,direction in t.best.items():
         for place in {tuple(c[k] for k in t.block) for c in t.cells}:
             inside = [(c[m], m in b) for c,b in zip(t.cells, t.bold) if tuple(c[k] for k in t.block)==place]
             best = (max if direction=='highest' else min)(v for v,_ in inside)
-            assert [v for v,b in inside if b]==[best]
+            marked = [v for v,b in inside if b]
+            if {v for v,_ in inside}!={best}: assert marked==[MISPRINTED.get((t.id, *place, m), best)] # where all are equal, none is marked
 
 def test_sizes_and_budget():
     assert len(printed('000-table6').cells)==3 and len(printed('000-table7').cells)==12

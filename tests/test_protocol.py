@@ -49,8 +49,8 @@ class LastLoss(FedAvg):
 
 @away
 @dataclass(frozen=True)
-class HeteroFL(FedAvg):
-    "Every second client has the first half of the hidden neurons (Diao et al. 2021, in small)"
+class HalfWide(FedAvg):
+    "Every second client has the first half of the hidden neurons, as in HeteroFL"
     def width(self, n, i, now): return torch.arange(n if i%2 else n//2)
     def part(self, w, rows): return {'0.weight': w['0.weight'][rows], '0.bias': w['0.bias'][rows], '2.weight': w['2.weight'][:,rows], '2.bias': w['2.bias']}
     def server(self, w, n): return dict(w=w, round=dict(now=torch.zeros((), dtype=torch.int64)))
@@ -67,11 +67,11 @@ class HeteroFL(FedAvg):
 
 @away
 @dataclass(frozen=True)
-class FedRolex(HeteroFL):
-    "The same with a window that rolls on in every round (Alam et al. 2022)"
+class RollingHalf(HalfWide):
+    "The same with a window that rolls on in every round, as in FedRolex"
     def width(self, n, i, now): return torch.arange(n) if i%2 else (torch.arange(n//2)+now)%n
 
-CASES = dict(head_first=(HeadFirst(), dict(blocks=True)), momentum=(Momentum(), {}), last_loss=(LastLoss(), {}), heterofl=(HeteroFL(), {}), fedrolex=(FedRolex(), {}))
+CASES = dict(head_first=(HeadFirst(), dict(blocks=True)), momentum=(Momentum(), {}), last_loss=(LastLoss(), {}), half_wide=(HalfWide(), {}), rolling_half=(RollingHalf(), {}))
 
 def double(m, module, **kw):
     return federation(m, module=mlp(**module).double(), local=LocalTraining(3, 4, SGD(.1, .9)), dtype=torch.float64, **kw)
@@ -117,13 +117,13 @@ def test_clients_of_all_widths_are_stacked_with_those_of_theirs(monkeypatch):
     from fedbook import engines
     sizes,plain = [],engines.train_stack
     monkeypatch.setattr(engines, 'train_stack', lambda pairs, *a: sizes.append(len(pairs)) or plain(pairs, *a))
-    run(double(HeteroFL(), {}, per_round=4, rounds=1), engine=stacked())
+    run(double(HalfWide(), {}, per_round=4, rounds=1), engine=stacked())
     assert sizes==[4, 2, 2], 'all together was tried, then each kind'
 
 def test_where_all_have_the_whole_width_it_is_fedavg():
     @away
     @dataclass(frozen=True)
-    class Whole(HeteroFL):
+    class Whole(HalfWide):
         def width(self, n, i, now): return torch.arange(n)
     a,b = (run(double(m, {}))[0]['server']['w'] for m in (Whole(), FedAvg()))
     for k in a: torch.testing.assert_close(a[k], b[k], rtol=1e-12, atol=1e-12)

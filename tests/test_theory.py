@@ -217,4 +217,5 @@ def test_a_statement_names_a_section_that_exists(s):
 
 def test_every_statement_has_a_committed_verdict():
     made = pd.concat(pd.read_csv(f) for f in (ROOT/'figures'/'002').glob('*/laptop/claims.csv'))
+    made = made[made['where'].notna()] # the other claims are about tables
     assert sorted(made['where'])==sorted(s['where'] for s in STATEMENTS) and sorted(made['claim'])==sorted(s['text'] for s in STATEMENTS)

@@ -22,7 +22,7 @@ def at_once(monkeypatch):
 
 def step_of(net, local=LocalTraining()):
     w = net.weights()
-    flat,spec = tree_flatten(((w, local.optimiser.init(w), net.buffers()), (dict(w=w), {})))
+    flat,spec = tree_flatten(((w, local.optimiser.init(w), net.buffers()), (dict(w=w), {}, {})))
     return flat, flat_step(FedAvg(), local, net, spec)
 
 def test_pooling_first_changes_no_bit():
