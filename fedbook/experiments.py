@@ -362,11 +362,12 @@ def run_case(
     device:str='cpu', # Where to compute
     folder:Path=None, # Where checkpoints go, kept up to date after each round and taken up again
     engine:str='auto', # A name in `fedbook.engines.ENGINES`; `auto` takes the fastest
+    around=lambda run: run, # What `stages_of` makes, to the same with further questions and rows
     **about, # The records' paper, table, profile and stand_in
 ) -> list[dict]: # Per seed a record for `fedbook.results`; its `seconds` are its share of those since the runs were last taken up
     "Run one cell"
     start,go = time.time(),Fastest(device) if engine=='auto' else named_engine(engine, device)
-    runs = [stages_of(case.setting, s, device, lambda i, s=s: folder and checkpoint(case, s, folder, i)) for s in seeds]
+    runs = [around(stages_of(case.setting, s, device, lambda i, s=s: folder and checkpoint(case, s, folder, i))) for s in seeds]
     ends = run_in_lockstep(runs, getattr(go, 'together', lambda asked: [go(*a) for a in asked]))
     about.update(seconds=round((time.time()-start)/len(seeds), 3), device=device_name(device), engine=used(go))
     return [record(case, s, rows, **about) for s,(_,rows) in zip(seeds, ends)]
@@ -432,6 +433,7 @@ def run_cases(
     device:str='cpu', # Where to compute
     engine:str='auto', # A name in `fedbook.engines.ENGINES`; `auto` takes the fastest
     rerun:bool=True, # Run what is missing? `$FEDBOOK_RERUN` = 0 says no, too
+    around=lambda run: run, # As in `run_case`; all runs in a folder should have the same
     **about, # The records' paper, table, profile and stand_in
 ) -> list[dict]: # The records of all cases, in their order
     "Run what is not yet there; every finished run is kept at once, and of an unfinished one every round"
@@ -450,7 +452,7 @@ def run_cases(
         report(0, expected)
         with tqdm(total=len(todo), desc=f'about {expected:.0f} s', disable=None) as bar:
             for case,some in together(todo, [name if engine=='auto' else engine for name,_ in plans], device):
-                for r in run_case(case, some, device, folder, engine, **about): append(path, r); done[r['fingerprint']] = r
+                for r in run_case(case, some, device, folder, engine, around, **about): append(path, r); done[r['fingerprint']] = r
                 for seed in some: delete_checkpoint(case, seed, folder, len(case.setting.after))
                 bar.update(len(some))
                 left = sum(k not in done for k in wanted)
