@@ -63,7 +63,8 @@ def holds_in_print(
     "A claim on the paper's own numbers"
     if claim.table not in printed_ids(): return None # a figure
     t = printed(claim.table)
-    told = claim.metric in t.metrics and all({*c} <= {*t.index, *t.fixed} for pair in getattr(claim, 'pairs', []) for c in pair)
+    def there(cell): return any(cell.items() <= {**t.fixed, **c}.items() for c in t.cells)
+    told = claim.metric in t.metrics and all(there(c) for pair in getattr(claim, 'pairs', []) for c in pair)
     return claim.in_print(t) if told else None
 
 # %% ../nbs/01_foundations/42_claims.ipynb #815d7151
