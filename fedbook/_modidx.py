@@ -288,6 +288,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                             'fedbook/experiments.py'),
                                      'fedbook.experiments.Setting.until': ( '01_foundations/experiments.html#setting.until',
                                                                             'fedbook/experiments.py'),
+                                     'fedbook.experiments.at_global_model': ( '01_foundations/experiments.html#at_global_model',
+                                                                              'fedbook/experiments.py'),
                                      'fedbook.experiments.checkpoint': ( '01_foundations/experiments.html#checkpoint',
                                                                          'fedbook/experiments.py'),
                                      'fedbook.experiments.classifier': ( '01_foundations/experiments.html#classifier',

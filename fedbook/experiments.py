@@ -5,10 +5,10 @@
 # %% auto #0
 __all__ = ['BESIDE', 'UNCHANGED', 'Setting', 'local', 'protocol', 'device', 'dataset', 'images', 'classifier', 'preparation',
            'normaliser', 'frozen_features', 'network', 'split', 'resplit', 'shared_out', 'own_tests', 'hold_out',
-           'shifted', 'groups_of', 'federation', 'stage_after', 'own_models', 'stages_of', 'code_fingerprint',
-           'user_code', 'is_user_model', 'weights', 'equivalent_codes', 'Case', 'run_case', 'checkpoint', 'record',
-           'device_name', 'expected_costs', 'timed', 'run_cases', 'without_running', 'newest', 'together',
-           'delete_checkpoint', 'progress']
+           'shifted', 'groups_of', 'federation', 'stage_after', 'own_models', 'at_global_model', 'stages_of',
+           'code_fingerprint', 'user_code', 'is_user_model', 'weights', 'equivalent_codes', 'Case', 'run_case',
+           'checkpoint', 'record', 'device_name', 'expected_costs', 'timed', 'run_cases', 'without_running', 'newest',
+           'together', 'delete_checkpoint', 'progress']
 
 # %% ../nbs/01_foundations/50_experiments.ipynb #63b38e0c
 from dataclasses import dataclass, field, replace
@@ -26,7 +26,7 @@ from .features import cached_features, head_net
 from .files import fingerprint, locked, writing
 from .memory import Memory
 from .method import combined, LocalTraining, method
-from .models import BUILT_IN, Net, build, MODELS, weights_fingerprint
+from .models import BUILT_IN, Net, build, MODELS, read_weights, weights_fingerprint
 from .optim import OPTIMISERS, SCHEDULES
 
 # %% ../nbs/01_foundations/50_experiments.ipynb #2d223963
@@ -261,6 +261,19 @@ def own_models(fed, state) -> Memory: # `None` where all have the global one
         with seeded(fed.seed, 'personal', i, device=str(c.own.device)): w = fed.method.personal(c)
         found = found.after({str(i): dict(w={k: v for k,v in w.items() if k in state['server']['w']}, buffers=c.buffers)})
     return found
+
+# %% ../nbs/01_foundations/50_experiments.ipynb #ce571ec0
+def at_global_model(
+    net:Net, # A network
+    path:Path|str, # A .safetensors file with all parameters and buffers of a trained one
+) -> Net: # To begin a stage with
+    "A network at a saved global model; raises `Refused`, with both fingerprints, where that is of another architecture"
+    found = read_weights(path)
+    ours,theirs = ({k: list(t.shape) for k,t in w.items()} for w in (net.module.state_dict(), found))
+    k = next((k for k in {**ours, **theirs} if ours.get(k)!=theirs.get(k)), None)
+    require(k is None, f'The global model in {path} is of another architecture, with the fingerprint {fingerprint(sorted(theirs.items()))}, than the network, with {fingerprint(sorted(ours.items()))}: '
+            f'{k} is {theirs.get(k, "missing")} there and {ours.get(k, "missing")} here; build the network that was trained.')
+    return net.at(found)
 
 # %% ../nbs/01_foundations/50_experiments.ipynb #377e0468
 def stages_of(
