@@ -14,7 +14,7 @@ from pathlib import Path
 import math
 import numpy as np
 from .errors import choose, require
-from .papers import asset, printed
+from .papers import asset, printed, printed_ids
 from .results import ALPHA, at_chance, centre, coordinate, curve_of, grouped, Paired, paired, score_of, select, sign_of, signed, stand_ins, Table
 from .tasks import METRICS
 
@@ -61,7 +61,11 @@ def holds_in_print(
     claim:Claim, # The claim
 ) -> bool|None: # Is it true of the printed numbers? `None` where they do not tell
     "A claim on the paper's own numbers"
-    return claim.in_print(printed(claim.table))
+    if claim.table not in printed_ids(): return None # a figure
+    t = printed(claim.table)
+    def there(cell): return any(cell.items() <= {**t.fixed, **c}.items() for c in t.cells)
+    told = claim.metric in t.metrics and all(there(c) for pair in getattr(claim, 'pairs', []) for c in pair)
+    return claim.in_print(t) if told else None
 
 # %% ../nbs/01_foundations/42_claims.ipynb #815d7151
 def decided(
