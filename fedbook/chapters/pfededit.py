@@ -26,7 +26,7 @@ DIFFERENCES = [ # what, the paper says, the released code does, fedbook does
     ('the edit', 'the layer of the local model', 'a module of another name is added, and the network computes as before', 'intended: as the paper; released: layers drawn at random that stay with the client for good'),
     ('D_p', 'a tenth of the training images', 'a tenth that is held out', 'as the paper'),
     ('ties', 'the order of the four counts', 'then the mean TE score, before the fourth count', 'three counts, then the mean TE score, then the shallower layer'),
-    ('DH-level', 'classes per client; a share of 0.4 to 0.6 of each class before it is normalised', 'the same, for the test set too; what does not divide is dropped', 'the same for training; each client as many test images in its class shares'),
+    ('DH-level', 'classes per client; a share of 0.4 to 0.6 of each class before it is normalised', 'shares from 0.4 to 0.6 or, in its latest version, all 0.5; the test set likewise; what does not divide is dropped', 'the same for training; each client as many test images in its class shares'),
     ('what is reported', 'best accuracy', 'the best over all rounds on the test images, all clients pooled', 'the last round, and the round that is best on images held out from training; the best on the test images only beside them'),
     ('held-out images', 'silent', 'a tenth, used as D_p', 'a tenth of each client\'s images, to choose the round; nothing else sees them'),
     ('other methods', 'one epoch, other settings as in their papers', 'not released', 'one epoch for all, FedRep one of the head and one of the body; what each method\'s authors score: a personal model where there is one'),
