@@ -19,7 +19,9 @@ def verdict(*better, c=pairs((8, 4))): # per seed, by how much 8 epochs beat 4
 @pytest.mark.parametrize('c', EVERY, ids=lambda c: c.id)
 def test_a_claim_names_cells_of_its_table(c):
     t = printed(c.table)
-    assert c.id.startswith(c.table) and c.text and c.pairs and c.where.startswith(('Section','Appendix'))
+    assert c.id.startswith(c.table) and c.text and c.where.startswith(('Section','Appendix'))
+    if isinstance(c, Correlation): assert c.x in t.index and len([d for d in t.cells if c.cell.items() <= d.items()]) > 2; return
+    assert c.pairs
     for a,b in c.pairs: assert isinstance(t.value(a, c.metric), float) and isinstance(t.value(b, c.metric), float) and a!=b
 
 def test_ids_are_unique(): assert len({c.id for c in EVERY})==len(EVERY)
@@ -29,7 +31,7 @@ def test_every_transcribed_table_has_claims(): assert {c.table for c in EVERY}==
 def test_what_the_printed_numbers_say():
     "Two sentences of the paper are not true of its own tables"
     no = {c.id for c in EVERY if not holds_in_print(c)}
-    assert no=={"000-table5-lowest","000-table10-mode"}
+    assert {i for i in no if i[:3]!='001'}=={"000-table5-lowest","000-table10-mode"} # those of paper 001 stand in test_chapter_pfededit.py
 
 @pytest.mark.parametrize('better,word', [((1., 1.2, 1.1), 'holds'), ((-1., -1.2, -1.1), 'fails'), ((1., 2., .1), 'undecided: leans to yes, 3 seeds, about 9 needed'),
     ((-1., -2., -.1), 'undecided: leans to no, 3 seeds, about 9 needed'), ((9.,), 'undecided: leans to yes, 1 seed, at least 2 needed'), ((-9.,), 'undecided: leans to no, 1 seed, at least 2 needed'),

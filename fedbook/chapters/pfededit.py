@@ -56,7 +56,7 @@ def n_edits(
 ) -> int: # k, at least 1
     "The number of layers that are edited"
     require(0 < ratio <= 100, f'ratio is a share of the layers in percent, above 0 and at most 100, not {ratio}.')
-    return ceil(round(ratio*n_layers(json.dumps(model, sort_keys=True))/100, 6))
+    return max(1, ceil(round(ratio*n_layers(json.dumps(model, sort_keys=True))/100, 6)))
 
 @lru_cache(maxsize=None)
 def n_layers(model:str, rule:str='released') -> int: return len(candidate_layers(Net(build(**{**json.loads(model), 'pretrained': False})), rule))
