@@ -6,7 +6,7 @@
 __all__ = ['KINDS', 'RULE', 'Claim', 'claims', 'made', 'holds_in_print', 'decided', 'seeds_needed', 'leaning', 'needs', 'Test',
            'near_chance', 'like', 'in_order', 'examined', 'outcome', 'against', 'verdicts', 'tabled', 'shown', 'ranks',
            'rise', 'spearman', 'Correlation', 'of_clients', 'points', 'trend', 'first_reached', 'common_level',
-           'at_equal', 'AtEqual']
+           'at_equal', 'AtEqual', 'Margin', 'on_average']
 
 # %% ../nbs/01_foundations/42_claims.ipynb #0b7d1721
 from dataclasses import dataclass, field, replace
@@ -334,3 +334,26 @@ class AtEqual(Claim):
         return Paired.of(gaps, self.sign) if gaps else None
 
 KINDS['equal'] = AtEqual
+
+# %% ../nbs/01_foundations/42_claims.ipynb #5407a4d7
+@dataclass(frozen=True)
+class Margin(Claim):
+    "A claim of pairs: by how much the first cells are better, on average"
+    margin: float = 0. # In the unit of the metric
+
+    def in_print(self, t): return round(float(np.mean([self.sign*(t.value(a, self.metric)-t.value(b, self.metric)) for a,b in self.pairs])), 6) >= self.margin
+    def tests(self, runs): return on_average(self, runs)
+
+def on_average(
+    claim:Margin, # The claim
+    records:list[dict], # Runs of its table and of one variant
+) -> tuple: # As `in_order`
+    "One test of the mean over all pairs that were run"
+    each,asked,unlike = in_order(claim, records)
+    seeds = sorted(set.intersection(*(set(t.found.differences) for t in each))) if each else []
+    if not seeds: return [],1,unlike
+    gaps = {s: float(np.mean([t.found.differences[s] for t in each]))-claim.sign*claim.margin for s in seeds}
+    cells = [c for t in each for c in t.cells]
+    return [Test(f'mean of {len(each)} of {asked} differences, less {claim.margin:g}', Paired.of(gaps, claim.sign), cells, near_chance(claim.metric, cells))],1,unlike
+
+KINDS['margin'] = Margin

@@ -27,6 +27,8 @@ def test_a_claim_names_cells_of_its_table(c):
         assert c.table in experiments() and holds_in_print(c) is None
         return
     t = printed(c.table)
+    if isinstance(c, Correlation): assert c.x in t.index and len([d for d in t.cells if c.cell.items() <= d.items()]) > 2; return
+    assert c.pairs
     for a,b in c.pairs: assert isinstance(t.value(a, c.metric), float) and isinstance(t.value(b, c.metric), float) and a!=b
 
 def test_ids_are_unique(): assert len({c.id for c in EVERY})==len(EVERY)
@@ -51,7 +53,7 @@ def test_overfitting_at_every_value_is_a_claim_about_all_of_them():
 def test_what_the_printed_numbers_say():
     "Two sentences of the paper are not true of its own tables"
     no = {c.id for c in EVERY if holds_in_print(c) is False}
-    assert no=={"000-table5-lowest","000-table10-mode"}
+    assert {i for i in no if i[:3]!='001'}=={"000-table5-lowest","000-table10-mode"} # those of paper 001 stand in test_chapter_pfededit.py
 
 @pytest.mark.parametrize('better,word', [((1., 1.2, 1.1), 'holds'), ((-1., -1.2, -1.1), 'fails'), ((1., 2., .1), 'undecided: leans to yes, 3 seeds, about 9 needed'),
     ((-1., -2., -.1), 'undecided: leans to no, 3 seeds, about 9 needed'), ((9.,), 'undecided: leans to yes, 1 seed, at least 2 needed'), ((-9.,), 'undecided: leans to no, 1 seed, at least 2 needed'),
