@@ -169,8 +169,8 @@ class PFedFDA(FedAvg):
     def aggregate(self, state, messages, weights):
         new = weighted_mean([{**m['w'], **{k: m[k] for k in ('mu','sigma')}} for m in messages], weights)
         stats = new.pop('mu'),new.pop('sigma')
-        pi = torch.full((len(stats[0]),), 1/len(stats[0])).to(stats[0]).double()
-        return dict(w=self.headed(filled(state['w'], state['w'], new), stats, pi), mu=stats[0], sigma=stats[1])
+        equal = torch.full((len(stats[0]),), 1/len(stats[0]), dtype=torch.float64, device=stats[0].device)
+        return dict(w=self.headed(filled(state['w'], state['w'], new), stats, equal), mu=stats[0], sigma=stats[1])
 
     @torch.no_grad()
     def personal(self, c):
