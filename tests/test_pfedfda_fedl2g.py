@@ -185,3 +185,27 @@ def test_guide_gradients_are_differences():
     for i in np.ndindex(2, 4):
         e = torch.zeros_like(g); e[i] = h
         assert got[i].item()==pytest.approx((after(g+e)-after(g-e))/(2*h), rel=1e-5, abs=1e-7)
+
+# ---- Table 8 of paper 002
+
+def test_rows_of_table_8():
+    from fedbook.chapters.lpft import INTEGRATED, integrated, personalised
+    from fedbook.papers import printed
+    assert [c['algorithm'] for c in printed('002-table8').cells]==list(INTEGRATED)
+    given = dict(world='corrupted clothes', rounds=8, epochs=4, batch_size=32, test=60, cross=30, lr=.003, probing=2, model=dict(name='mlp', hidden=[8]))
+    rows = {a.split(' ')[0]: integrated(a, **given) for a in INTEGRATED}
+    assert rows.pop('LP-FT')==personalised('LP-FT', **given)
+    for k,s in rows.items(): assert s.held==(.2 if k in ('FedSoup','FedL2G') else 0.) and s.protocol['rounds']==8 and (s.after or [dict(protocol=s.protocol)])[-1]['protocol']['cross']==30
+    assert (rows['FedSoup'].method['begin'], rows['FedL2G'].method['warmup'])==(6, 4)
+    assert rows['FedBN'].model==dict(name='normed', of=given['model']) and all(s.model==given['model'] for k,s in rows.items() if k!='FedBN')
+    assert integrated('FedBN (Li et al., 2021)', **{**given, 'model': dict(name='resnet18')}).model==dict(name='resnet18')
+
+@pytest.mark.parametrize('of,norms', [(dict(name='cnn', channels=[2, 3], hidden=[4]), ['conv1','conv2']), (dict(name='mlp', hidden=[5, 4]), ['fc1','fc2'])])
+def test_a_network_with_norms_is_the_network_but_for_them(of, norms):
+    from fedbook.chapters import lpft
+    from fedbook.models import build
+    a,b = build('normed', of=of, seed=3),build(**of, seed=3)
+    names = [k for k,m in a.body.named_children() if 'Norm' in type(m).__name__]
+    assert names==[f'bn_{n}' for n in norms] and [k for k,_ in a.body.named_children() if k not in names]==[k for k,_ in b.body.named_children()]
+    assert [tuple(w.shape) for w in b.parameters()]==[tuple(w.shape) for k,w in a.named_parameters() if 'bn_' not in k]
+    assert not torch.equal(a.head.weight, build('normed', of=of, seed=4).head.weight)
