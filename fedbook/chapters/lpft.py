@@ -29,7 +29,7 @@ DIFFERENCES = [ # what, the paper says, the earlier code does, fedbook does
     ('LSS FT', '3 models', 'a step at every 15th batch, so that a small client never moves models 2 and 3', 'a step at every batch'),
     ('Local, Global, C-Std, Worst, Average', 'means over other clients; the deviation and the lowest of local accuracies; the mean of two', 'what the printed rows fit: Global with the own client, C-Std and Worst over the clients on which one model is scored, Average of three', 'as the printed rows; the text\'s definitions beside them'),
     ('Table 8', 'rounds and settings of the methods: silent', 'silent', 'rounds, epoch, Adam and batches as for the global model, and each method\'s own settings as released; LP-FT has its epochs of fine-tuning besides'),
-    ('FedBN', 'silent', 'layers called bn, under a substring', 'layers that normalise; a small network has BatchNorm put in, for this row alone'),
+    ('FedBN', 'silent', 'layers with bn in their names', 'layers that normalise; a small network has BatchNorm put in, for this row alone'),
     ('FedNova', 'local accuracy far above the global one, so not that of its one model', 'silent', 'each client\'s model after one more local epoch'),
     ('FedRep', 'silent', '10 epochs of the head, one of the body; all clients tune their heads in the end', '10 and 1; no tuning in the end'),
     ('FedSoup', 'silent', 'chooses on the client\'s test set, after 0.75 of the rounds', 'chooses on a fifth of its training images, held out; after 0.75 of the rounds'),
