@@ -439,3 +439,9 @@ def test_a_step_that_looks_at_what_differs_between_clients_or_rounds_is_not_shar
     with pytest.warns(FellBack, match=rf'looks at c\.{name}, which differs between clients or rounds; let start put what it needs into the memory'): state,rows = run(fed, engine=make())
     want,wanted = run(fed)
     assert same(state, want) and rows==wanted
+
+def test_a_trial_holds_out_samples_of_its_clients_only():
+    fed = federation(fitting('fedsoup'), sizes=(9, 12, 20, 7))
+    small = engines.trial(fed, 2)
+    assert [len(h) for h in small.data.held]==[2, 2]==[len(h) for h in fed.data.held[:2]] and len(small.data.clients)==2
+    assert engines.measure(fed)['one_by_one'] > 0
