@@ -96,10 +96,11 @@ def comparison_cases(
 def ablation(
     lam:float, # λ
     p:int, # Aggregates in the reference
+    variant:str='intended', # 'intended', 'released' or 'printed'
     **settings, # Of `comparison_setting`
 ) -> Setting: # One cell of Table III
     "FedRef with other λ and p, as in Table III of paper 004"
-    return comparison_setting('FedRef', method=dict(lam=lam, p=p), **settings)
+    return comparison_setting('FedRef', variant, method=dict(lam=lam, p=p), **settings)
 
 # %% ../../nbs/02_methods/75_chapter_fedref.ipynb #b6733fe0
 def short_reference(
