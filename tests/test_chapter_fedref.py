@@ -52,6 +52,8 @@ def test_a_table_has_each_variant_of_fedref_and_the_others_once():
     cases = comparison_cases(MINI, ['FedAvg','FedRef'], ['intended','printed','released'], {})
     assert [(c.cell['algorithm'], c.variant) for c in cases]==[('FedAvg','intended'), *(('FedRef', v) for v in ('intended','printed','released'))]
     assert [c.setting.method.get('eta') for c in cases[1:]]==[1., 1., 1e-6]
+    tuned = comparison_cases(dict(MINI, methods=dict(FedOpt=dict(eta=.5))), ['FedAvg','FedOpt'], [], {})
+    assert [c.setting.method for c in tuned]==[ALGORITHMS['FedAvg'], dict(ALGORITHMS['FedOpt'], eta=.5)]
 
 def test_a_strength_below_zero_is_refused():
     for lam in (-.1, -1):

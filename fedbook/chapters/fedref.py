@@ -83,14 +83,15 @@ def world_of(
 
 # %% ../../nbs/02_methods/75_chapter_fedref.ipynb #cbdf2107
 def comparison_cases(
-    world:dict, # As in `world_of`
+    world:dict, # As in `world_of`, and maybe `methods`: an algorithm to other hyper-parameters in this world
     algorithms:list[str], # Names in `ALGORITHMS`
     variants:list[str], # Of FedRef
     settings:dict, # Further settings of `comparison_setting`
 ) -> list[Case]:
     "The cells of one of Tables IV to VI, FedRef in each variant; the others count as 'intended'"
     how = world_of(world) | settings
-    return [Case(dict(algorithm=a), comparison_setting(a, v, **how), v) for a in algorithms for v in (variants if a=='FedRef' else ['intended'])]
+    own = how.pop('methods', {})
+    return [Case(dict(algorithm=a), comparison_setting(a, v, method=own.get(a, {}), **how), v) for a in algorithms for v in (variants if a=='FedRef' else ['intended'])]
 
 # %% ../../nbs/02_methods/75_chapter_fedref.ipynb #f7e9cc4a
 def ablation(
