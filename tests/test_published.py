@@ -1,5 +1,5 @@
 "Published layouts, on tiny trees: every image where it belongs, no copy on both sides, and one sentence for whatever is missing"
-import json, os, pickle
+import gzip, json, os, pickle
 import numpy as np, pytest
 from PIL import Image
 from fedbook.errors import Refused
@@ -228,3 +228,51 @@ def test_bad_chexpert(tmp_path):
     for bad,said in ((row(2, findings='x,'), 'train.csv'), (row(2).replace('patient','person'), 'patients'), (row(2).replace('study1','../..'), 'patients'), (row(2), 'patient00002')):
         (tmp_path/'train.csv').write_text(HEAD + '\n'.join([row(1), bad]))
         refuses(said, from_chexpert, tmp_path)
+
+# FeTS2022
+
+def nifti(path, v, slope=0., code=None, end='<'):
+    "A volume written by hand: a header of 352 bytes, and numbers in Fortran's order"
+    v,head = np.asarray(v),bytearray(352)
+    def put(at, kind, *numbers): b = np.array(numbers, end+kind).tobytes(); head[at:at+len(b)] = b
+    put(0, 'i4', 348), put(40, 'i2', v.ndim, *v.shape), put(70, 'i2', code or {'uint8': 2, 'int16': 4, 'float32': 16}[v.dtype.name]), put(108, 'f4', 352., slope, 5.*(slope!=0))
+    head[344:348] = b'n+1\0'
+    path.parent.mkdir(parents=True, exist_ok=True); path.write_bytes(gzip.compress(bytes(head)+v.astype(v.dtype.newbyteorder(end)).tobytes('F')))
+
+def fets(root, n=10, institutions=2):
+    ids = [f'FeTS2022_{i:05}' for i in range(n)]
+    root.mkdir(parents=True); (root/'partitioning_1.csv').write_text('Partition_ID,Subject_ID\n'+'\n'.join(f'{1+i%institutions},{p}' for i,p in enumerate(ids)))
+    for i,p in enumerate(ids):
+        seg = np.zeros((6, 8, 7), np.uint8); seg[1,2,1:6],seg[3,3:5,1:6] = 1,4
+        image = np.zeros((6, 8, 7), np.int16); image[:,:,1:6] = 10*(i+1); image[seg==4] = 1000
+        nifti(root/p/f'{p}_seg.nii.gz', seg), nifti(root/p/f'{p}_flair.nii.gz', image)
+    return root,ids
+
+def test_a_volume_is_read_as_written(tmp_path):
+    v = np.arange(24, dtype=np.int16).reshape(2, 3, 4)
+    for end in '<>':
+        nifti(tmp_path/'a.nii.gz', v, end=end); assert (volume(tmp_path/'a.nii.gz')==v).all()
+    nifti(tmp_path/'a.nii.gz', v, slope=.5); assert np.allclose(volume(tmp_path/'a.nii.gz'), .5*v+5)
+
+def test_fets(tmp_path):
+    root,ids = fets(tmp_path/'fets')
+    d = from_fets(root, slices=3)
+    assert d.kind=='masks' and d.train_x.shape==(24,6,8) and d.test_y.shape==(6,6,8) and d.n_classes==4
+    who,hospital = d.group('patient'),d.group('institution')
+    assert not set(who[0]) & set(who[1]) and len(set(who[0]) | set(who[1]))==10 and all((h==p%2).all() for h,p in zip(hospital, who)) and set(hospital[1])=={0,1}
+    assert (d.train_x[d.train_y==3]==255).all() and d.train_y[0,1,2]==1 and set(np.unique(d.train_y))=={0,1,3}
+    assert all(round(1000*int(x[0,0])/255, -1)==10*(p+1) for x,p in zip(d.train_x, who[0])), 'each slice is its patient\'s'
+    assert all((a==b).all() for a,b in zip(d.train_x, from_fets(root, slices=3).train_x))
+
+def test_fets_in_one_sentence(tmp_path):
+    refuses('FeTS2022|partitioning_1.csv', from_fets, tmp_path)
+    root,ids = fets(tmp_path/'fets'); first = root/ids[0]
+    refuses('partitioning_2', from_fets, root, 'partitioning_2')
+    whole = (first/f'{ids[0]}_seg.nii.gz').read_bytes()
+    for bad in (whole[:40], b'text', gzip.compress(b'x'*400), gzip.compress(gzip.decompress(whole)[:360])):
+        (first/f'{ids[0]}_seg.nii.gz').write_bytes(bad); refuses(f'{ids[0]}_seg', from_fets, root)
+    nifti(first/f'{ids[0]}_seg.nii.gz', np.zeros((6, 8, 6), np.uint8)); refuses(f'{ids[0]}|[6, 8, 7]|[6, 8, 6]', from_fets, root)
+    nifti(first/f'{ids[0]}_seg.nii.gz', np.full((6, 8, 7), 3, np.uint8)); refuses('0, 1, 2 and 4', from_fets, root)
+    (first/f'{ids[0]}_seg.nii.gz').unlink(); refuses(f'{ids[0]}_seg', from_fets, root)
+    for text in ('Partition_ID,Subject_ID\n1,../x', 'Partition,Subject_ID\n1,a', 'Partition_ID,Subject_ID\n'):
+        (root/'partitioning_1.csv').write_text(text); refuses('partitioning_1.csv|Partition_ID', from_fets, root)
