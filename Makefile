@@ -25,8 +25,9 @@ BENCH = workloads: [softmax, mlp, cnn64, cnn512, resnet18, frozen], repeats: 5, 
 	per_round: [5, 10, 20, 50, 100], clients: [100, 1000, 10000, 100000], folder: ../../figures/scale/speed, peers: $(PEERS)
 
 bench: env
+	$(BIN)/fedbook queue pause
 	mkdir -p $(TMP) figures/scale/speed
-	PATH="$(abspath $(BIN)):$$PATH" papermill nbs/05_scale/speed.ipynb $(TMP)/speed.ipynb --cwd nbs/05_scale --no-progress-bar -y "{$(BENCH)}"
+	trap '$(BIN)/fedbook queue continue' EXIT; PATH="$(abspath $(BIN)):$$PATH" papermill nbs/05_scale/speed.ipynb $(TMP)/speed.ipynb --cwd nbs/05_scale --no-progress-bar -y "{$(BENCH)}"
 
 # `make device` measures the accelerator, or the processor where there is none, and writes figures/scale/device/cpu or cuda.
 DEVICE = clients: [10, 100], networks: {resnet18: {image_size: 32, batch: 128, images: 1024, stem: cifar}, \

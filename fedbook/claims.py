@@ -6,7 +6,7 @@
 __all__ = ['KINDS', 'RULE', 'Claim', 'claims', 'made', 'holds_in_print', 'decided', 'seeds_needed', 'leaning', 'needs', 'Test',
            'near_chance', 'like', 'in_order', 'examined', 'outcome', 'against', 'verdicts', 'tabled', 'shown', 'ranks',
            'rise', 'spearman', 'Correlation', 'of_clients', 'points', 'trend', 'first_reached', 'common_level',
-           'at_equal', 'AtEqual', 'Unprinted']
+           'at_equal', 'AtEqual', 'Margin', 'on_average']
 
 # %% ../nbs/01_foundations/42_claims.ipynb #0b7d1721
 from dataclasses import dataclass, field, replace
@@ -14,7 +14,7 @@ from pathlib import Path
 import math
 import numpy as np
 from .errors import choose, require
-from .papers import asset, printed
+from .papers import asset, printed, printed_ids
 from .results import ALPHA, at_chance, centre, coordinate, curve_of, grouped, Paired, paired, score_of, select, sign_of, signed, stand_ins, Table
 from .tasks import METRICS
 
@@ -61,7 +61,11 @@ def holds_in_print(
     claim:Claim, # The claim
 ) -> bool|None: # Is it true of the printed numbers? `None` where they do not tell
     "A claim on the paper's own numbers"
-    return claim.in_print(printed(claim.table))
+    if claim.table not in printed_ids(): return None # a figure
+    t = printed(claim.table)
+    def there(cell): return any(cell.items() <= {**t.fixed, **c}.items() for c in t.cells)
+    told = claim.metric in t.metrics and all(there(c) for pair in getattr(claim, 'pairs', []) for c in pair)
+    return claim.in_print(t) if told else None
 
 # %% ../nbs/01_foundations/42_claims.ipynb #815d7151
 def decided(
@@ -331,10 +335,25 @@ class AtEqual(Claim):
 
 KINDS['equal'] = AtEqual
 
-# %% ../nbs/01_foundations/42_claims.ipynb #8c042380
+# %% ../nbs/01_foundations/42_claims.ipynb #5407a4d7
 @dataclass(frozen=True)
-class Unprinted(Claim):
-    "A claim of pairs of a metric, or of cells, that the paper does not print"
-    def in_print(self, t): return None
+class Margin(Claim):
+    "A claim of pairs: by how much the first cells are better, on average"
+    margin: float = 0. # In the unit of the metric
 
-KINDS['unprinted'] = Unprinted
+    def in_print(self, t): return round(float(np.mean([self.sign*(t.value(a, self.metric)-t.value(b, self.metric)) for a,b in self.pairs])), 6) >= self.margin
+    def tests(self, runs): return on_average(self, runs)
+
+def on_average(
+    claim:Margin, # The claim
+    records:list[dict], # Runs of its table and of one variant
+) -> tuple: # As `in_order`
+    "One test of the mean over all pairs that were run"
+    each,asked,unlike = in_order(claim, records)
+    seeds = sorted(set.intersection(*(set(t.found.differences) for t in each))) if each else []
+    if not seeds: return [],1,unlike
+    gaps = {s: float(np.mean([t.found.differences[s] for t in each]))-claim.sign*claim.margin for s in seeds}
+    cells = [c for t in each for c in t.cells]
+    return [Test(f'mean of {len(each)} of {asked} differences, less {claim.margin:g}', Paired.of(gaps, claim.sign), cells, near_chance(claim.metric, cells))],1,unlike
+
+KINDS['margin'] = Margin

@@ -340,7 +340,7 @@ def trial(
     "A run small enough to be tried: two batches a client, or one in each epoch"
     n = fed.local.batch_size*max(1, 2//fed.local.epochs)
     some = [c[:n] for c in fed.data.clients[:min(clients, fed.protocol.per_round)]]
-    return replace(fed, set_aside=[], data=replace(fed.data, clients=some, test_clients=None), protocol=replace(fed.protocol, per_round=len(some), rounds=10**9, cross=None))
+    return replace(fed, set_aside=[], data=replace(fed.data, clients=some, held=fed.data.held and fed.data.held[:len(some)], test_clients=None), protocol=replace(fed.protocol, per_round=len(some), rounds=10**9, cross=None))
 
 # %% ../nbs/01_foundations/38_engines.ipynb #105e60d8
 def round_seconds(

@@ -5,10 +5,10 @@
 # %% auto #0
 __all__ = ['BESIDE', 'UNCHANGED', 'Setting', 'local', 'protocol', 'device', 'dataset', 'images', 'classifier', 'preparation',
            'normaliser', 'frozen_features', 'network', 'split', 'resplit', 'shared_out', 'own_tests', 'hold_out',
-           'shifted', 'groups_of', 'federation', 'stage_after', 'own_models', 'stages_of', 'code_fingerprint',
-           'user_code', 'is_user_model', 'weights', 'equivalent_codes', 'Case', 'run_case', 'checkpoint', 'record',
-           'device_name', 'expected_costs', 'timed', 'run_cases', 'without_running', 'newest', 'together',
-           'delete_checkpoint', 'progress']
+           'shifted', 'groups_of', 'federation', 'stage_after', 'own_models', 'at_global_model', 'stages_of',
+           'code_fingerprint', 'user_code', 'is_user_model', 'weights', 'equivalent_codes', 'Case', 'run_case',
+           'checkpoint', 'record', 'device_name', 'expected_costs', 'timed', 'run_cases', 'without_running', 'newest',
+           'together', 'delete_checkpoint', 'progress']
 
 # %% ../nbs/01_foundations/50_experiments.ipynb #63b38e0c
 from dataclasses import dataclass, field, replace
@@ -26,7 +26,7 @@ from .features import cached_features, head_net
 from .files import fingerprint, locked, writing
 from .memory import Memory
 from .method import combined, LocalTraining, method
-from .models import BUILT_IN, Net, build, MODELS, weights_fingerprint
+from .models import BUILT_IN, Net, build, MODELS, read_weights, weights_fingerprint
 from .optim import OPTIMISERS, SCHEDULES
 
 # %% ../nbs/01_foundations/50_experiments.ipynb #2d223963
@@ -262,6 +262,19 @@ def own_models(fed, state) -> Memory: # `None` where all have the global one
         found = found.after({str(i): dict(w={k: v for k,v in w.items() if k in state['server']['w']}, buffers=c.buffers)})
     return found
 
+# %% ../nbs/01_foundations/50_experiments.ipynb #ce571ec0
+def at_global_model(
+    net:Net, # A network
+    path:Path|str, # A .safetensors file with all parameters and buffers of a trained one
+) -> Net: # To begin a stage with
+    "A network at a saved global model; raises `Refused`, with both fingerprints, where that is of another architecture"
+    found = read_weights(path)
+    ours,theirs = ({k: list(t.shape) for k,t in w.items()} for w in (net.module.state_dict(), found))
+    k = next((k for k in {**ours, **theirs} if ours.get(k)!=theirs.get(k)), None)
+    require(k is None, f'The global model in {path} is of another architecture, with the fingerprint {fingerprint(sorted(theirs.items()))}, than the network, with {fingerprint(sorted(ours.items()))}: '
+            f'{k} is {theirs.get(k, "missing")} there and {ours.get(k, "missing")} here; build the network that was trained.')
+    return net.at(found)
+
 # %% ../nbs/01_foundations/50_experiments.ipynb #377e0468
 def stages_of(
     s:Setting, # The experiment
@@ -362,11 +375,12 @@ def run_case(
     device:str='cpu', # Where to compute
     folder:Path=None, # Where checkpoints go, kept up to date after each round and taken up again
     engine:str='auto', # A name in `fedbook.engines.ENGINES`; `auto` takes the fastest
+    around=lambda run: run, # What `stages_of` makes, to the same with further questions and rows
     **about, # The records' paper, table, profile and stand_in
 ) -> list[dict]: # Per seed a record for `fedbook.results`; its `seconds` are its share of those since the runs were last taken up
     "Run one cell"
     start,go = time.time(),Fastest(device) if engine=='auto' else named_engine(engine, device)
-    runs = [stages_of(case.setting, s, device, lambda i, s=s: folder and checkpoint(case, s, folder, i)) for s in seeds]
+    runs = [around(stages_of(case.setting, s, device, lambda i, s=s: folder and checkpoint(case, s, folder, i))) for s in seeds]
     ends = run_in_lockstep(runs, getattr(go, 'together', lambda asked: [go(*a) for a in asked]))
     about.update(seconds=round((time.time()-start)/len(seeds), 3), device=device_name(device), engine=used(go))
     return [record(case, s, rows, **about) for s,(_,rows) in zip(seeds, ends)]
@@ -432,6 +446,7 @@ def run_cases(
     device:str='cpu', # Where to compute
     engine:str='auto', # A name in `fedbook.engines.ENGINES`; `auto` takes the fastest
     rerun:bool=True, # Run what is missing? `$FEDBOOK_RERUN` = 0 says no, too
+    around=lambda run: run, # As in `run_case`; all runs in a folder should have the same
     **about, # The records' paper, table, profile and stand_in
 ) -> list[dict]: # The records of all cases, in their order
     "Run what is not yet there; every finished run is kept at once, and of an unfinished one every round"
@@ -450,7 +465,7 @@ def run_cases(
         report(0, expected)
         with tqdm(total=len(todo), desc=f'about {expected:.0f} s', disable=None) as bar:
             for case,some in together(todo, [name if engine=='auto' else engine for name,_ in plans], device):
-                for r in run_case(case, some, device, folder, engine, **about): append(path, r); done[r['fingerprint']] = r
+                for r in run_case(case, some, device, folder, engine, around, **about): append(path, r); done[r['fingerprint']] = r
                 for seed in some: delete_checkpoint(case, seed, folder, len(case.setting.after))
                 bar.update(len(some))
                 left = sum(k not in done for k in wanted)

@@ -21,7 +21,7 @@ from .errors import choose, require, Refused
 from .features import extract, head_of
 from .files import fingerprint
 from .memory import Memory, recalled
-from .method import Client, FedAvg, LocalTraining, work_of
+from .method import Client, FedAvg, is_default, LocalTraining, work_of
 from .models import Classifier, lies_in, Net, part, weights_fingerprint
 from .settings import Checked, setting
 from .streams import seeded
@@ -166,10 +166,11 @@ def begin(
 # %% ../nbs/01_foundations/31_federation.ipynb #30172f8a
 def view(fed, state, i, r, memory, buffers, origin):
     "What a client sees, from what it keeps; `None` for what it does not keep yet"
-    d,(local,phases),first = fed.data,work_of(fed.method, fed.local, r),origin or dict(w=fed.net.weights(), buffers=state['buffers'])
+    d,(local,phases) = fed.data,work_of(fed.method, fed.local, r)
     def at(positions): return torch.as_tensor(np.asarray(positions, dtype=np.int64), device=d.x.device)
+    def first(): return {} if is_default(fed.method, 'client') else fed.method.client(origin['w'] if origin else fed.net.weights())
     return Client(fed.net, local, (d.x, d.y), at(d.clients[i]), i, r, fed.seed, fed.method.send(state['server'], i),
-        fed.method.client(first['w']) if memory is None else memory, clone(first['buffers'] if buffers is None else buffers),
+        first() if memory is None else memory, clone((origin or state)['buffers'] if buffers is None else buffers),
         d.prepare, d.augment, phases, held=at(d.held[i]) if d.held else None)
 
 # %% ../nbs/01_foundations/31_federation.ipynb #cd37472f

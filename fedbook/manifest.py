@@ -15,9 +15,10 @@ import fedbook
 from .errors import choose, Refused, require
 from .files import fingerprint
 
-# %% ../nbs/01_foundations/51_manifest.ipynb #1f0dae1d
-PROFILES = ('smoke','laptop','paper')
+# %% ../nbs/01_foundations/51_manifest.ipynb #00b8581b
+PROFILES = ('smoke','laptop','overnight','paper')
 
+# %% ../nbs/01_foundations/51_manifest.ipynb #1f0dae1d
 @dataclass(frozen=True)
 class Experiment:
     "A table or figure that fedbook re-makes"
@@ -25,18 +26,19 @@ class Experiment:
     title: str # In a few words
     notebook: str # Below nbs/
     timeout: int # Longest time of one cell, seconds
-    profiles: dict # Profile to the parameters of the notebook
+    profiles: dict # Profile to the parameters of the notebook; not every table has an overnight
 
     def parameters(self, profile:str) -> dict: # Name to value
-        "The notebook's parameters; raises `Refused` for an unknown profile"
-        return self.profiles[choose(profile, PROFILES, 'profile')]
+        "The notebook's parameters; raises `Refused` for a profile that is unknown, or that the table lacks"
+        require(choose(profile, PROFILES, 'profile') in self.profiles, f'{self.id} has no profile {profile}; it has {", ".join(self.profiles)}.')
+        return self.profiles[profile]
 
 # %% ../nbs/01_foundations/51_manifest.ipynb #7393631b
 @lru_cache(maxsize=1)
 def experiments() -> dict[str, Experiment]: # Id to experiment
     "All tables and figures there are"
     spec = tomllib.loads((Path(fedbook.__file__).parent/'assets'/'experiments.toml').read_text())
-    return {i: Experiment(i, e['title'], e['notebook'], e['timeout'], {p: e[p] for p in PROFILES}) for i,e in spec.items()}
+    return {i: Experiment(i, e['title'], e['notebook'], e['timeout'], {p: e[p] for p in PROFILES if p in e}) for i,e in spec.items()}
 
 def experiment(id:str) -> Experiment: # The experiment
     "An experiment by its id; raises `Refused` with the nearest id where there is none"
@@ -80,7 +82,7 @@ def changed_runs(id:str) -> list[str]: # E.g. ['laptop-changed-1a2b3c']
 # %% ../nbs/01_foundations/51_manifest.ipynb #7b74c394
 def check_unchanged(
     id:str, # A table's id
-    profile:str, # smoke, laptop or paper
+    profile:str, # smoke, laptop, overnight or paper
     given:dict, # A notebook's variables
 ):
     "Raise `Refused` where a parameter is not the profile's"

@@ -14,14 +14,14 @@ import json, logging, multiprocessing, os, tempfile, threading, time, warnings
 from tqdm.auto import tqdm
 from .errors import nearest, Refused, require
 from .files import writing
-from .manifest import changed_name, changed_runs, experiment, experiments, output_folder, root
+from .manifest import changed_name, changed_runs, experiment, experiments, output_folder, PROFILES, root
 
 # %% ../nbs/01_foundations/60_runner.ipynb #31d0ca92
 @dataclass(frozen=True)
 class Job:
     "One table to make"
     id: str # E.g. '000-table7'
-    profile: str # smoke, laptop or paper, or one of them with changed parameters
+    profile: str # smoke, laptop, overnight or paper, or one of them with changed parameters
     notebook: Path # The source
     parameters: dict # For its parameters cell
     folder: Path # For everything it makes
@@ -30,7 +30,7 @@ class Job:
 # %% ../nbs/01_foundations/60_runner.ipynb #0af5571c
 def plan(
     ids:list[str], # Tables and figures; empty for all
-    profile:str, # smoke, laptop or paper
+    profile:str, # smoke, laptop, overnight or paper
     parameters:dict={}, # Instead of the manifest's
 ) -> list[Job]: # Checked
     "The jobs for some tables; raises `Refused` for anything that would not run as asked"
@@ -160,7 +160,7 @@ def worker(
 # %% ../nbs/01_foundations/60_runner.ipynb #4f686140
 def reproduce(
     ids:list[str]=(), # Tables and figures; empty for all
-    profile:str='smoke', # smoke, laptop or paper
+    profile:str='smoke', # smoke, laptop, overnight or paper
     workers:int=2, # Notebooks at a time
     resume:bool=True, # Keep the runs that are finished?
     parameters:dict={}, # Instead of the manifest's, for every table
@@ -233,7 +233,7 @@ on each table.</p>{nav}{body}</html>"""
 # %% ../nbs/01_foundations/60_runner.ipynb #5198621e
 def index() -> Path: # figures/index.html
     "Write the page of everything that was made"
-    found = [(e, p, output_folder(e.id, p)) for e in experiments().values() for p in ('paper','laptop','smoke',*changed_runs(e.id))]
+    found = [(e, p, output_folder(e.id, p)) for e in experiments().values() for p in (*reversed(PROFILES), *changed_runs(e.id))]
     found = [(e, p, f) for e,p,f in found if (f/'table.html').exists()]
     nav = '<ul>'+''.join(f'<li><a href="#{e.id}-{p}">{e.id}</a> ({p}): {e.title}</li>' for e,p,_ in found)+'</ul>'
     path = output_folder(next(iter(experiments())), 'smoke').parents[2]/'index.html'

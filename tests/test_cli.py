@@ -42,7 +42,7 @@ def test_a_torn_cache_file(tmp_path):
 
 def test_outside_of_a_checkout_it_uses_its_own(tmp_path): assert fedbook('list', cwd=tmp_path).returncode==0
 
-@pytest.mark.parametrize('command,says', [('list','000-table7'), ('data','fashion_mnist_mini'), ('doctor','profile smoke   has its data')])
+@pytest.mark.parametrize('command,says', [('list','000-table7'), ('data','fashion_mnist_mini'), ('doctor','profile smoke     has its data')])
 def test_commands_that_tell(command, says):
     p = fedbook(command)
     assert p.returncode==0 and says in p.stdout and not p.stderr
@@ -51,13 +51,13 @@ def test_the_doctor_names_the_data_of_every_column(tmp_path, monkeypatch, capsys
     from fedbook.cli import profiles
     monkeypatch.setenv('FEDBOOK_DATA', str(tmp_path))
     profiles()
-    assert 'profile laptop  needs cifar10, cifar100, fashion_mnist, mnist:' in capsys.readouterr().out # MNIST is asked for by a column alone
+    assert 'profile laptop    needs cifar10, cifar100, fashion_mnist, mnist:' in capsys.readouterr().out # MNIST is asked for by a column alone
 
 def test_a_picture_without_provenance_is_done(tmp_path, monkeypatch):
     monkeypatch.setenv('FEDBOOK_FIGURES', str(tmp_path))
     (tmp_path/'000'/'figure1'/'smoke').mkdir(parents=True); (tmp_path/'000'/'figure1'/'smoke'/'run.json').write_text('{"seconds": 2}')
     assert state('000-figure1', 'smoke')==dict(state='done', seconds=2, device='') and state('000-figure1', 'laptop')==dict(state='not run')
-    assert '    smoke   done     2 s of computing\n' in fedbook('list', FEDBOOK_FIGURES=tmp_path).stdout
+    assert '    smoke     done     2 s of computing\n' in fedbook('list', FEDBOOK_FIGURES=tmp_path).stdout
 
 def test_a_notebook_without_data_takes_other_parameters(): assert (job := plan(['002-figure6'], 'smoke', dict(draws=9))[0]).parameters==dict(profile=job.profile, draws=9)
 
@@ -103,7 +103,7 @@ def break_it(nb): nb['cells'][1]['source'] = ['raise RuntimeError("broken on pur
 def test_a_failed_table_is_said_and_the_exit_code_is_1(tmp_path):
     p = fedbook('reproduce', '000-table6', cwd=checkout(tmp_path, break_it), FEDBOOK_FIGURES=tmp_path/'f')
     assert p.returncode==1 and 'FAILED' in p.stdout and 'broken on purpose' in p.stdout
-    assert 'smoke   failed' in fedbook('list', FEDBOOK_FIGURES=tmp_path/'f').stdout
+    assert 'smoke     failed' in fedbook('list', FEDBOOK_FIGURES=tmp_path/'f').stdout
 
 def numbers(folder):
     "The rows without what may differ between two runs"

@@ -2,7 +2,7 @@
 import filecmp, json, os, re, shutil, subprocess, sys
 from pathlib import Path
 import pytest
-from fedbook.manifest import experiments, PROFILES
+from fedbook.manifest import experiments
 from fedbook.runner import check_parameters
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -41,7 +41,7 @@ def test_package_matches_notebooks(tmp_path):
 
 @pytest.mark.parametrize('e', EXPERIMENTS, ids=lambda e: e.id)
 def test_table_takes_what_the_manifest_gives(e):
-    for p in PROFILES: check_parameters(ROOT/'nbs'/e.notebook, e.parameters(p))
+    for p in e.profiles: check_parameters(ROOT/'nbs'/e.notebook, e.parameters(p))
 
 @pytest.mark.parametrize('e', {e.notebook: e for e in reversed(EXPERIMENTS)}.values(), ids=lambda e: e.id)
 def test_defaults_of_a_notebook_are_the_smoke_run_of_its_first_table(e):

@@ -140,7 +140,7 @@ def test_what_is_masked_never_moves(optimiser):
 def test_adam_lives_on_only_with_carry():
     "Three carried epochs are one long run of torch's Adam"
     fed = stage_of(FT(carry=True), Adam(.01))
-    own,fresh = list(epochs_of(fed))[-1],list(epochs_of(stage_of(FT(), Adam(.01))))[-1]
+    own,fresh = list(epochs_of(fed))[-1],list(epochs_of(stage_of(FT(carry=False), Adam(.01))))[-1]
     for i in range(4):
         net,(X,y) = smaller(FedAvg(), SGD(.1)).net.module.requires_grad_(),of_client(fed, i)
         o = torch.optim.Adam(net.parameters(), .01)

@@ -4,13 +4,18 @@
 
 # %% auto #0
 __all__ = ['DIFFERENCES', 'STRATEGIES', 'KINDS', 'CORRUPTIONS', 'WORLDS', 'drawn_digit', 'drawn_digits', 'part', 'digit5',
-           'personalised']
+           'personalised', 'borrow', 'with_distortion', 'before_and_after']
 
 # %% ../../nbs/02_methods/55_chapter_lpft.ipynb #c9bf3de0
+from itertools import product
+from pathlib import Path
 import numpy as np
 from ..data import Dataset, join, keep
 from ..errors import choose
-from ..experiments import Setting
+from ..evaluate import distortions
+from ..experiments import Case, Setting
+from ..method import method as method_of
+from ..results import append, read
 from ..shifts import SHIFTS
 from ..streams import stream
 
@@ -32,7 +37,7 @@ DIFFERENCES = [ # what, the paper says, the earlier code does, fedbook does
 
 # %% ../../nbs/02_methods/55_chapter_lpft.ipynb #ddc2aae6
 STRATEGIES = {'FT': dict(name='ft'), 'Proximal FT': dict(name='proximalft'), 'Soup FT': dict(name='soupft'), 'Sparse FT': dict(name='sparseft'), 'LSS FT': dict(name='lssft'),
-    'LP-FT': dict(name='lpft'), 'LP': dict(name='lponly')}
+    'LP-FT': dict(name='lpft'), 'LP': dict(name='lponly'), 'LoRA': dict(name='lora'), 'Adapter': dict(name='adapter')}
 
 # %% ../../nbs/02_methods/55_chapter_lpft.ipynb #d226046b
 KINDS = [k for k in SHIFTS if k not in ('label_flip','rotate','colour','negative','none')]
@@ -103,8 +108,49 @@ def personalised(
     "A strategy in a world; raises `Refused` for an unknown one"
     w = {**choose(world, WORLDS, 'world'), **settings}
     partition = dict(w['partition'], **({'n_clients': clients} if clients else {}))
-    n,own = partition['n_clients'],dict(probing=probing) if strategy=='LP-FT' else {}
-    stage = dict(method={**choose(strategy, STRATEGIES, 'strategy'), **own, **method}, local=dict(optimiser=dict(name='adam', lr=tune_lr or lr)),
+    n,named,own = partition['n_clients'],choose(strategy, STRATEGIES, 'strategy'),dict(probing=probing) if strategy=='LP-FT' else {}
+    more = {k: v for k,v in method.items() if getattr(method_of(**named), k, None)!=v} # a default is not named, so that it is the run of Table 2
+    stage = dict(method={**named, **own, **more}, local=dict(optimiser=dict(name='adam', lr=tune_lr or lr)),
         protocol=dict(rounds=epochs, personal_every=1, evaluate_every=epochs, cross=cross))
     return Setting(**{'validation': 0., **w, 'partition': partition}, personal=test, local=dict(batch_size=batch_size, optimiser=dict(name='adam', lr=lr)),
         protocol=dict(rounds=rounds, per_round=n, evaluate_every=max(1, rounds//10)), after=[stage])
+
+# %% ../../nbs/02_methods/55_chapter_lpft.ipynb #8e5965e8
+def borrow(
+    cases:list[Case], # The cells of a figure
+    seeds:list[int], # The seeds of each
+    folder:Path, # Where its rows.jsonl is
+    other:Path, # The folder of another table
+    **about, # The records' paper, table, profile and stand_in
+) -> int: # How many runs were taken over
+    "Take over the finished runs of another table that have the same settings"
+    have,there = ({r['fingerprint']: r for r in read(Path(f)/'rows.jsonl')} for f in (folder, other))
+    known = [(c, [k for k in c.fingerprints(s) if k in {*have, *there}]) for c,s in product(cases, seeds)]
+    new = [(c, ks[0]) for c,ks in known if ks and not any(k in have for k in ks)]
+    for c,k in new: append(Path(folder)/'rows.jsonl', {**there[k], 'cell': c.cell, **about})
+    return len(new)
+
+# %% ../../nbs/02_methods/55_chapter_lpft.ipynb #b07f8827
+def with_distortion(
+    run, # What `stages_of` makes
+): # The same with a further question, whose rows are `distortion_own` and `distortion_all` of every client
+    "A run, and how far the models of its last stage have moved the features"
+    asked = answer = None
+    while True:
+        try: asked = run.send(answer)
+        except StopIteration as e: state,rows = e.value; break
+        answer = yield asked
+    fed,last = asked[0],max(r for r,*_ in rows)
+    found = yield fed, state, list(range(len(fed.data.clients))), fed.protocol.rounds, distortions
+    return state, rows + [[last, *row[1:]] for some in found for row in some]
+
+# %% ../../nbs/02_methods/55_chapter_lpft.ipynb #24b036a0
+def before_and_after(
+    record:dict, # A run
+) -> list[dict]: # Two, with the coordinate `when`
+    "A run as two cells, the global model and what has become of it"
+    n = record['setting']['protocol']['rounds']
+    first = [row for row in record['rows'] if row[0] <= n]
+    start = float(np.mean([v for r,_,m,v in first if r==n and m=='client_accuracy']))
+    def cell(when, rows): return {**record, 'cell': {**record['cell'], 'when': when}, 'rows': rows}
+    return [cell('global model', first + [[n, None, f'cross_{k}', start] for k in ('local','global')]), cell('fine-tuned', record['rows'])]

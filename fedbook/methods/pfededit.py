@@ -14,6 +14,7 @@ import numpy as np, torch
 from torch import nn, Tensor
 from ..errors import choose
 from ..method import Client, FedAvg
+from .fedbn import normalising
 from ..models import lies_in, Net
 from ..settings import setting
 from ..streams import stream
@@ -176,7 +177,7 @@ class PFedEdit(FedAvg):
     k: int = setting(4, 'layers that are edited', paper='7 % of 54', released='3 % of 54', low=1)
     p: float = setting(.1, 'share p of the training samples to judge edits by', paper=.1, released='.1, held out', above=0, high=1)
     layers: str = 'flexible' # Or `fixed` after the first choice
-    by: str = 'cases' # The measure: `cases`, `te`, `accuracy`, `loss`, or `random`
+    by: str = 'cases' # The measure: `cases`, `te`, `accuracy`, `loss`; or none: `random`, or `norms`, the first that normalise (Figure 2)
     rule: str = 'owning' # What counts as a layer: `owning` or `released`
     variant: str = 'intended' # Or `released`
 
@@ -185,10 +186,11 @@ class PFedEdit(FedAvg):
 
     def __post_init__(self):
         super().__post_init__()
-        for k,known in dict(layers=('flexible','fixed'), by=(*KEYS,'random'), rule=RULES, variant=('intended','released')).items(): choose(getattr(self, k), known, k)
+        for k,known in dict(layers=('flexible','fixed'), by=(*KEYS,'random','norms'), rule=RULES, variant=('intended','released')).items(): choose(getattr(self, k), known, k)
 
     def chosen(self, c, layers, local): # their places, [k]
         if 'choice' in c.memory: return c.memory['choice'].tolist()
+        if self.by=='norms': return [t for t,m in enumerate(layers) if m in normalising(c.message['w'])][:self.k]
         return (drawn(c, len(layers)) if self.by=='random' else rank(self.scores(c, layers, local), self.by))[:self.k]
 
     def scores(self, c, layers, local): # of `judged`, for each layer

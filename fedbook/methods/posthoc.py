@@ -33,7 +33,7 @@ def flooded(
 class FT(LocalOnly):
     "Fine-tune all weights of an own copy of the model (paper 002, section 3.2)"
     flood: float = setting(None, 'level b of the flood, in the loss |L−b|+b; none: no flood', low=0)
-    carry: bool = False # Does the optimiser's state live on from epoch to epoch?
+    carry: bool = True # Does the optimiser's state live on from epoch to epoch?
     buffers = 'local'
 
     def client(self, w): return dict(own=w)
