@@ -120,8 +120,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                 'fedbook.claims.Margin.in_print': ('01_foundations/claims.html#margin.in_print', 'fedbook/claims.py'),
                                 'fedbook.claims.Margin.tests': ('01_foundations/claims.html#margin.tests', 'fedbook/claims.py'),
                                 'fedbook.claims.Test': ('01_foundations/claims.html#test', 'fedbook/claims.py'),
-                                'fedbook.claims.Unprinted': ('01_foundations/claims.html#unprinted', 'fedbook/claims.py'),
-                                'fedbook.claims.Unprinted.in_print': ('01_foundations/claims.html#unprinted.in_print', 'fedbook/claims.py'),
                                 'fedbook.claims.against': ('01_foundations/claims.html#against', 'fedbook/claims.py'),
                                 'fedbook.claims.at_equal': ('01_foundations/claims.html#at_equal', 'fedbook/claims.py'),
                                 'fedbook.claims.claims': ('01_foundations/claims.html#claims', 'fedbook/claims.py'),

@@ -6,7 +6,7 @@
 __all__ = ['KINDS', 'RULE', 'Claim', 'claims', 'made', 'holds_in_print', 'decided', 'seeds_needed', 'leaning', 'needs', 'Test',
            'near_chance', 'like', 'in_order', 'examined', 'outcome', 'against', 'verdicts', 'tabled', 'shown', 'ranks',
            'rise', 'spearman', 'Correlation', 'of_clients', 'points', 'trend', 'first_reached', 'common_level',
-           'at_equal', 'AtEqual', 'Unprinted', 'Margin', 'on_average']
+           'at_equal', 'AtEqual', 'Margin', 'on_average']
 
 # %% ../nbs/01_foundations/42_claims.ipynb #0b7d1721
 from dataclasses import dataclass, field, replace
@@ -334,14 +334,6 @@ class AtEqual(Claim):
         return Paired.of(gaps, self.sign) if gaps else None
 
 KINDS['equal'] = AtEqual
-
-# %% ../nbs/01_foundations/42_claims.ipynb #8c042380
-@dataclass(frozen=True)
-class Unprinted(Claim):
-    "A claim of pairs of a metric, or of cells, that the paper does not print"
-    def in_print(self, t): return None
-
-KINDS['unprinted'] = Unprinted
 
 # %% ../nbs/01_foundations/42_claims.ipynb #5407a4d7
 @dataclass(frozen=True)
