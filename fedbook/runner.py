@@ -114,8 +114,8 @@ def run_job(
 def forget_paths(
     nb:Path, # An executed notebook, changed in place
 ):
-    "Keep only the file names of the paths that papermill noted"
-    made = json.loads(nb.read_text())
+    "Keep only the file names of the paths that papermill noted, and of warnings where they come from in the project"
+    made = json.loads(nb.read_text().replace(f'{root()}/', ''))
     for k in ('input_path','output_path'): made['metadata']['papermill'][k] = Path(made['metadata']['papermill'][k]).name.strip('.')
     nb.write_text(json.dumps(made, indent=1))
 

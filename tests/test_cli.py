@@ -185,3 +185,12 @@ def test_without_rerun_older_code_fills_a_table_and_nothing_is_run(whole, tmp_pa
     assert p.returncode==0 and (folder/'rows.jsonl').read_bytes()==before, p.stdout+p.stderr
     assert 'Nothing is run: 0 of 6 runs are of present code, 6 of older code, 0 are missing.' in (folder/'notebook.ipynb').read_text()
     assert '6 of 6 runs to do' not in p.stdout
+
+def test_a_finished_notebook_does_not_say_where_it_was_made(tmp_path):
+    from fedbook.manifest import root
+    from fedbook.runner import forget_paths
+    nb = tmp_path/'n.ipynb'
+    nb.write_text(json.dumps(dict(cells=[dict(outputs=[dict(text=f'{root()}/fedbook/rounds.py:1: SetAside')])], metadata=dict(papermill=dict(input_path='/a/b.ipynb', output_path='/c/.d.ipynb')))))
+    forget_paths(nb)
+    made = json.loads(nb.read_text())
+    assert made['cells'][0]['outputs'][0]['text']=='fedbook/rounds.py:1: SetAside' and made['metadata']['papermill']==dict(input_path='b.ipynb', output_path='d.ipynb')
