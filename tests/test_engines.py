@@ -64,7 +64,9 @@ ROUNDING = dict(traced=Traced, stacked=stacked, two=lambda: Traced(2), recorded=
 SOME = [('sgd','batchnorm'), ('adamw','plain'), ('plain','dropout')] # for every method; all pairs for FedAvg
 GRID = [(n, m, l) for n in sorted(methods()) for l in LOCALS for m in MODULES if n=='fedavg' or (l, m) in SOME]
 
-@pytest.mark.parametrize('name,module,local,engine', [(*g, e) for g in GRID for e in ROUNDING if g[0]=='fedavg' or e=='stacked' or (e=='traced' and g[1]=='batchnorm') or (e=='recorded' and g[1]=='dropout')])
+EACH = dict(batchnorm='stacked', plain='traced', dropout='recorded') # for every method; all engines for FedAvg
+
+@pytest.mark.parametrize('name,module,local,engine', [(*g, e) for g in GRID for e in ROUNDING if g[0]=='fedavg' or e==EACH[g[1]]])
 def test_traced_steps_are_one_by_one(name, module, local, engine):
     "Unequal clients, unequal numbers of steps, statistics of BatchNorm, draws of dropout: 1e-5 in float32, 1e-10 in float64"
     for precision,bound in ((lambda f: f, 1e-5), (precise, 1e-10)):
