@@ -1,19 +1,20 @@
 "CD²-pFed, PartialFed and FedFed against oracles_001.py, round by round; and what they become at the ends of their settings."
 from dataclasses import replace
 import pytest, torch
-from torch import nn
 import oracles_001 as O
 import test_oracles as T
-from test_rivals import BOTH, compare, every, federation, fit, normed, plain
+from test_rivals import BOTH, compare, federation, normed, plain
+from fedbook.client import one_by_one
 from fedbook.engines import Processes, stacked, Traced
 from fedbook.errors import Refused
-from fedbook.federation import begin, client_view
+from fedbook.federation import begin, client_view, scored_view
 from fedbook.method import FedAvg, method
 from fedbook.methods.cd2pfed import CD2pFed, front, half, shared_rows
-from fedbook.methods.localonly import LocalOnly
+from fedbook.methods.partialfed import layer_of, PartialFed, PartialFedAdaptive
 from fedbook.models import build, Net
-from fedbook.rounds import run
-from fedbook.tensors import gradient
+from fedbook.rounds import run, taking_part
+from fedbook.streams import stream
+from fedbook.tensors import clone, flatten, gradient
 
 # ---- CD²-pFed
 
@@ -77,3 +78,67 @@ def test_cd2pfed_goes_with_every_engine(engine):
 
 def test_cd2pfed_refuses_layers_without_channels():
     with pytest.raises(Refused, match='take mlp, cnn or resnet18'): federation(CD2pFed(), build('vit_tiny32').double(), 'plain')
+
+# ---- PartialFed
+
+def counted(fed, oracle):
+    "The oracle, whose clients receive no statistics; the book counts averaged statistics in both directions"
+    def rounds(*args, **settings):
+        for e in oracle(*args, **settings): yield {**e, 'down_numbers': {i: n+T.floats(fed.net.buffers()) for i,n in e['down_numbers'].items()}}
+    return rounds
+
+@BOTH
+@pytest.mark.parametrize('module', [plain, normed])
+def test_partialfed(optimiser, module):
+    fed = federation(PartialFed(), module(), optimiser)
+    compare(fed, counted(fed, O.oracle_partialfed))
+
+def own_models(fed):
+    state = run(fed)[0]
+    return [fed.method.personal(scored_view(fed, state, i, 4)) for i in range(4)]
+
+def test_partialfed_answers_as_fedper_where_nothing_is_normalised():
+    fed = federation(PartialFed(), plain(), 'momentum and decay')
+    a,b = (own_models(replace(fed, method=m)) for m in (fed.method, method('fedper')))
+    assert all(torch.equal(x[k], y[k]) for x,y in zip(a, b) for k in x)
+
+def strategies(fed):
+    "The batches and the noise of all passes"
+    n,where = len(layer_of(fed.net.weights())),[(r, i) for r in range(4) for i in taking_part(fed, r)]
+    batches = {(r, i): torch.from_numpy(stream(fed.seed, 'strategy', r, i).permutation(len(fed.data.clients[i]))).split(4) for r,i in where}
+    return batches,{(r, i): torch.from_numpy(stream(fed.seed, 'gumbel', r, i).gumbel(size=(len(b), n, 2))) for (r, i),b in batches.items()}
+
+@BOTH
+@pytest.mark.parametrize('pi_lr,tau', [(.1, 1.), (5., .5), (.1, 3.)])
+@pytest.mark.parametrize('all', [False, True])
+def test_partialfed_adaptive(optimiser, pi_lr, tau, all):
+    fed,seen = federation(PartialFedAdaptive(pi_lr, tau), plain(), optimiser, all=all),set()
+    def check(state, e, r):
+        for i,m in state['memory'].items(): T.agree(dict(pi=m['pi']), dict(pi=e['pi'][int(i)]), f'round {r}, π of {i}'); seen.update((m['pi'][:,0]>=m['pi'][:,1]).tolist())
+    batches,noise = strategies(fed)
+    compare(fed, O.oracle_partialfed_adaptive, check=check, layers=[['body.fc.weight','body.fc.bias'],['head.weight','head.bias']], strategy=batches, gumbels=noise, lr_pi=pi_lr, tau=tau)
+    assert seen=={False, True}
+
+def test_partialfed_adaptive_has_nothing_to_choose_in_its_first_round():
+    for module in (plain, normed):
+        fed = federation(FedAvg(), module(), 'momentum and decay')
+        fed = replace(fed, protocol=replace(fed.protocol, rounds=1))
+        (a,_),(b,_) = run(fed),run(replace(fed, method=PartialFedAdaptive()))
+        assert all(torch.equal(t, b['server']['w'][k]) for k,t in a['server']['w'].items()) and all(torch.equal(t, b['buffers'][k]) for k,t in a['buffers'].items())
+        assert all(not m['pi'].any() for m in b['memory'].values())
+
+@pytest.mark.parametrize('name', ['partialfed','partialfedadaptive'])
+def test_what_a_client_remembers_of_partialfed_does_not_move_while_it_trains(name):
+    "BatchNorm updates statistics in place"
+    fed = federation(method(name, **(dict(pi_lr=5.) if 'adaptive' in name else {})), normed(), 'plain', all=True)
+    state = run(fed)[0]
+    before = {i: clone(dict(m)) for i,m in state['memory'].items()}
+    one_by_one(fed, state, [0, 1, 2, 3], 4)
+    for i,m in state['memory'].items(): T.agree(dict(m), before[i], i); assert all(torch.equal(a, b) for a,b in zip(flatten(m).values(), flatten(before[i]).values()))
+
+@pytest.mark.parametrize('name', ['partialfed','partialfedadaptive'])
+@pytest.mark.parametrize('engine', [Traced, stacked, lambda: Processes(2)])
+def test_partialfed_goes_with_every_engine(engine, name):
+    fed = federation(method(name), normed(), 'momentum and decay')
+    (a,_),(b,_) = run(fed),run(fed, engine=engine())
+    T.agree(a['server'], b['server'], 'server'); T.agree(a['buffers'], b['buffers'], 'statistics')

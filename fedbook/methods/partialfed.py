@@ -5,11 +5,11 @@
 # %% auto #0
 __all__ = ['PartialFed', 'layer_of', 'shares', 'mixture', 'chosen', 'PartialFedAdaptive']
 
-# %% ../../nbs/02_methods/6b_partialfed.ipynb #3026b6df
+# %% ../../nbs/02_methods/6b_partialfed.ipynb #c7e522e9
 from dataclasses import dataclass
 import torch
 from torch import Tensor
-from ..method import Client, FedAvg, probe
+from ..method import FedAvg, probe
 from .fedbn import normalising
 from .fedper import filled, without
 from ..models import part
@@ -17,7 +17,7 @@ from ..settings import setting
 from ..streams import stream
 from ..tensors import clone, gradient
 
-# %% ../../nbs/02_methods/6b_partialfed.ipynb #9c53b245
+# %% ../../nbs/02_methods/6b_partialfed.ipynb #debca0a0
 @dataclass(frozen=True)
 class PartialFed(FedAvg):
     "FedAvg whose clients do not load head and BatchNorm (Sun et al. 2021, Fix)"
@@ -37,7 +37,7 @@ class PartialFed(FedAvg):
     def finish(self, w, c): return dict(w=w), dict(own={**part(w, *self.stays(w)), **c.buffers})
     def personal(self, c): return self.model(c)
 
-# %% ../../nbs/02_methods/6b_partialfed.ipynb #b5d697cd
+# %% ../../nbs/02_methods/6b_partialfed.ipynb #7229bb24
 def layer_of(
     w:dict, # Weights
 ) -> dict: # Layer to its number
@@ -52,7 +52,7 @@ def shares(
     "How much of each layer is the server's"
     return ((pi+noise)/tau).softmax(1)[:,0]
 
-# %% ../../nbs/02_methods/6b_partialfed.ipynb #ae7999e5
+# %% ../../nbs/02_methods/6b_partialfed.ipynb #b601972d
 def mixture(
     new:dict, # The global model
     own:dict, # The client's
@@ -73,7 +73,7 @@ def chosen(
     loads = dict(zip(layers, (pi[:,0]>=pi[:,1]).tolist()))
     return {k: t if loads.get(k.rpartition('.')[0], True) else own[k] for k,t in new.items()}
 
-# %% ../../nbs/02_methods/6b_partialfed.ipynb #001bdce5
+# %% ../../nbs/02_methods/6b_partialfed.ipynb #99602e42
 @dataclass(frozen=True)
 class PartialFedAdaptive(FedAvg):
     "FedAvg whose clients learn which layers to load (Sun et al. 2021, Adaptive)"
@@ -87,10 +87,13 @@ class PartialFedAdaptive(FedAvg):
     def both(self, c): # the global model and the own one, with their statistics
         return {**c.message['w'], **c.buffers}, {**c.net.buffers(), **c.memory['own']}
 
-    def learnt(self, c, new, own): # π after a pass over the client's samples
+    def learnt(self, c, own): # π after a pass over the client's samples
         layers,pi,batches = layer_of(c.message['w']),c.memory['pi'],probe(c, len(c.own), 'strategy')
         noise = torch.from_numpy(stream(c.seed, 'gumbel', c.round, c.id).gumbel(size=(len(batches), *pi.shape))).to(pi)
-        def loss(p, b, n): return c.local.task.loss(c.net.logits(mixture(new, own, shares(p['pi'], n, self.tau), layers), {}, b['x']), b['y'])
+        def loss(p, b, n):
+            s = shares(p['pi'], n, self.tau)
+            w,buffers = mixture(c.message['w'], own, s, layers),mixture(c.buffers, own, s.detach(), layers)
+            return c.local.task.loss(c.net.logits(w, buffers, b['x']), b['y'])
         for b,n in zip(batches, noise): pi = pi - self.pi_lr*gradient(lambda p: loss(p, b, n), dict(pi=pi))[0]['pi']
         return pi
 
@@ -101,7 +104,7 @@ class PartialFedAdaptive(FedAvg):
 
     def start(self, c):
         new,own = self.both(c)
-        pi = self.learnt(c, new, own)
+        pi = self.learnt(c, own)
         return self.model(c, new, own, pi), dict(pi=pi)
 
     def finish(self, w, c): return dict(w=w), dict(own={**w, **c.buffers}, pi=c.memory['pi'])
