@@ -48,10 +48,10 @@ def renamed(w, like): return dict(zip(like, w.values()))
 def every(fed): return {**fed.net.weights(), **moving(fed.net.buffers())}
 def fit(w, entries): return {k: w[k] for k in entries}
 
-def compare(fed, oracle, first=None, personal=lambda w: w, check=lambda state, e, r: None, exact=True, also=(), **theirs):
+def compare(fed, oracle, first=None, personal=lambda w: w, check=lambda state, e, r: None, exact=True, also=(), upto=4, **theirs):
     "All rounds, compared after each: messages, the server's weights and statistics, the models of all clients, and how many numbers travel, those of `also` (down, up) beside the weights"
     state,clients,o = begin(fed),[T.of_client(fed, i) for i in range(4)],fed.local.optimiser
-    rounds = [{i: T.positions(fed, i, r) for i in taking_part(fed, r)} for r in range(4)]
+    rounds = [{i: T.positions(fed, i, r) for i in taking_part(fed, r)} for r in range(upto)]
     settings = {k: v for k,v in dict(momentum=o.momentum, decay=o.weight_decay).items() if v}
     w0 = fed.net.module.state_dict() if first is None else first
     for r,e in enumerate(oracle({k: w0[k] for k in w0 if not k.endswith('.window')}, clients, rounds, o.lr, **{**settings, **theirs})):
@@ -200,12 +200,13 @@ def test_heterofl_and_fedrolex(name, settings, theirs, module, optimiser):
 @pytest.mark.parametrize('variant', ['released','paper'])
 @pytest.mark.parametrize('decay', [0., .01])
 def test_fedlamb(variant, guarded, decay):
+    "The paper's moments are beyond float64 in the third round, and such messages are set aside"
     fed = federation(method('fedlamb', variant=variant, guarded=guarded, decay=decay), plain(), 'plain', uniform=True)
     def near(a, b): torch.testing.assert_close({**a}, b, rtol=1e-10, atol=1e-9) # v grows a thousandfold with every round of the paper's variant
     def check(state, e, r):
         near(state['server']['top'], e['top'])
         for i,m in state['memory'].items(): near(m, dict(zip('mv', e['moments'][int(i)])))
-    compare(fed, O.oracle_fedlamb, check=check, also=('top','v'), variant=variant, guarded=guarded, decay=decay)
+    compare(fed, O.oracle_fedlamb, check=check, also=('top','v'), upto=4 if variant=='released' else 2, variant=variant, guarded=guarded, decay=decay)
 
 def test_fedlamb_moves_each_tensor_by_a_share_of_its_norm():
     fed = replace(federation(method('fedlamb'), plain(), 'plain', uniform=True), local=LocalTraining(1, 100, SGD(.1)))
