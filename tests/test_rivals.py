@@ -194,6 +194,13 @@ def test_heterofl_and_fedrolex(name, settings, theirs, module, optimiser):
     rates = {(r, i): settings.get('rate', RATES[i]) for r in range(4) for i in range(4)}
     compare(fed, getattr(O, f'oracle_{name}'), rates=rates, clip=fed.method.clip, momentum=o.momentum, decay=o.weight_decay, exact=module is plain, **theirs)
 
+def test_what_a_slice_costs():
+    "Six numbers, two of five neurons and three classes: 12+2+6+3 weights, and two operations for each weight of a matrix"
+    from fedbook.methods.heterofl import costs
+    net = Net(plain())
+    assert costs(net, torch.zeros(1, 6).double(), .4)==dict(weights=23, bytes=8*23, flops=2*18)
+    assert costs(net, torch.zeros(1, 6).double(), 1.)==dict(weights=53, bytes=8*53, flops=2*45)
+
 # ---- Fed-LAMB
 
 @pytest.mark.parametrize('guarded', [False, True])
