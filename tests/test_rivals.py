@@ -25,8 +25,8 @@ from fedbook.tensors import tmap
 
 def network(norm=None):
     "The network of the oracles; with `norm` between its first layer and its relu"
-    layers = dict(fc=nn.Linear(6, 5), **(dict(bn=norm) if norm else {}), relu=nn.ReLU())
-    with seeded(4, 'test model'): net = Classifier(nn.Sequential(OrderedDict(layers)), nn.Linear(5, 3)).double()
+    with seeded(4, 'test model'): fc,head = nn.Linear(6, 5),nn.Linear(5, 3)
+    net = Classifier(nn.Sequential(OrderedDict(fc=fc, **(dict(bn=norm) if norm else {}), relu=nn.ReLU())), head).double()
     if norm: nn.init.uniform_(norm.weight, .5, 1.5, generator=torch.Generator().manual_seed(1)); nn.init.normal_(norm.bias, generator=torch.Generator().manual_seed(2))
     return net
 
