@@ -1,4 +1,4 @@
-"CD²-pFed, PartialFed and FedFed against oracles_001.py, round by round; and what they become at the ends of their settings."
+"CD²-pFed and PartialFed against oracles_001.py, round by round; and what they become at the ends of their settings."
 from dataclasses import replace
 import pytest, torch
 import oracles_001 as O

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['PartialFed', 'layer_of', 'shares', 'mixture', 'chosen', 'PartialFedAdaptive']
 
-# %% ../../nbs/02_methods/6b_partialfed.ipynb #c7e522e9
+# %% ../../nbs/02_methods/6b_partialfed.ipynb #b56a8f0f
 from dataclasses import dataclass
 import torch
 from torch import Tensor
@@ -15,9 +15,9 @@ from .fedper import filled, without
 from ..models import part
 from ..settings import setting
 from ..streams import stream
-from ..tensors import clone, gradient
+from ..tensors import gradient
 
-# %% ../../nbs/02_methods/6b_partialfed.ipynb #debca0a0
+# %% ../../nbs/02_methods/6b_partialfed.ipynb #aa3abced
 @dataclass(frozen=True)
 class PartialFed(FedAvg):
     "FedAvg whose clients do not load head and BatchNorm (Sun et al. 2021, Fix)"
@@ -30,14 +30,14 @@ class PartialFed(FedAvg):
 
     def model(self, c):
         w,own = c.net.weights(),{**c.net.buffers(), **c.memory['own']}
-        c.buffers = clone({k: own[k] for k in c.buffers})
+        c.buffers = {k: own[k] for k in c.buffers}
         return filled(w, c.message['w'], part(own, *self.stays(w)))
 
     def start(self, c): return self.model(c), {}
     def finish(self, w, c): return dict(w=w), dict(own={**part(w, *self.stays(w)), **c.buffers})
     def personal(self, c): return self.model(c)
 
-# %% ../../nbs/02_methods/6b_partialfed.ipynb #7229bb24
+# %% ../../nbs/02_methods/6b_partialfed.ipynb #3711ab80
 def layer_of(
     w:dict, # Weights
 ) -> dict: # Layer to its number
@@ -52,7 +52,7 @@ def shares(
     "How much of each layer is the server's"
     return ((pi+noise)/tau).softmax(1)[:,0]
 
-# %% ../../nbs/02_methods/6b_partialfed.ipynb #b601972d
+# %% ../../nbs/02_methods/6b_partialfed.ipynb #b9363133
 def mixture(
     new:dict, # The global model
     own:dict, # The client's
@@ -73,7 +73,7 @@ def chosen(
     loads = dict(zip(layers, (pi[:,0]>=pi[:,1]).tolist()))
     return {k: t if loads.get(k.rpartition('.')[0], True) else own[k] for k,t in new.items()}
 
-# %% ../../nbs/02_methods/6b_partialfed.ipynb #99602e42
+# %% ../../nbs/02_methods/6b_partialfed.ipynb #c655a73c
 @dataclass(frozen=True)
 class PartialFedAdaptive(FedAvg):
     "FedAvg whose clients learn which layers to load (Sun et al. 2021, Adaptive)"
@@ -99,7 +99,7 @@ class PartialFedAdaptive(FedAvg):
 
     def model(self, c, new, own, pi):
         w = chosen(new, own, pi, layer_of(c.message['w']))
-        c.buffers = clone({k: w[k] for k in c.buffers})
+        c.buffers = {k: w[k] for k in c.buffers}
         return {k: w[k] for k in c.message['w']}
 
     def start(self, c):
