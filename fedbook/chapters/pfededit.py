@@ -30,6 +30,7 @@ DIFFERENCES = [ # what, the paper says, the released code does, fedbook does
     ('what is reported', 'best accuracy', 'the best over all rounds on the test images, all clients pooled', 'the last round, and the round that is best on images held out from training; the best on the test images only beside them'),
     ('held-out images', 'silent', 'a tenth, used as D_p', 'a tenth of each client\'s images, to choose the round; nothing else sees them'),
     ('other methods', 'one epoch, other settings as in their papers', 'not released', 'one epoch for all, FedRep one of the head and one of the body; what each method\'s authors score: a personal model where there is one'),
+    ('Fed-LAMB', 'silent', 'not released', 'its rate is a share of each tensor\'s norm, 0.01 at most'),
     ('fine-tuning', 'no such baseline', 'none', 'FedAvg, then each client trains its own copy for as many epochs as an edit could have; scored like the others'),
     ('Lyme', '3,027 images of 4 classes; 50 % with 2 classes and 100 % with 4 in the text, 0 % and 50 % (i.i.d.) in Table 1', 'folders of pictures', '0 % is all classes and 50 % half of them, as the DH-level says; the data are not public, a stand-in is named in each run'),
     ('pretrained weights', 'ImageNet', 'ImageNet', 'in profile paper'),
@@ -82,7 +83,8 @@ def edited_setting(
 ) -> Setting: # One cell of a table of paper 001
     "A method as in the tables and figures of paper 001; raises `Refused` for an unknown algorithm"
     model = settings.get('model', dict(name='softmax'))
-    own = dict(k=n_edits(model, ratio), p=p, by=by, layers=layers, variant=variant) if algorithm=='PFedEdit' else {}
+    own = dict(k=n_edits(model, ratio), p=p, by=by, layers=layers, variant=variant) if algorithm=='PFedEdit' else dict(rounds=rounds) if algorithm=='CD²-pFed' else {}
+    lr = min(lr, .01) if algorithm=='Fed-LAMB' else lr # a share of each tensor's norm
     tuned = [dict(method=dict(name='ft'), protocol=dict(rounds=tuning, per_round=clients, personal_every=1, evaluate_every=tuning))]*(algorithm=='FedAvg + fine-tuning')
     partition = {**settings.pop('partition', dict(name='dh_level', level=level)), 'n_clients': clients}
     return Setting(**{'validation': 0., **settings}, method={**choose(algorithm, ALGORITHMS, 'algorithm'), **own, **method}, partition=partition, held=held, personal=test, after=tuned,
