@@ -780,6 +780,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                   'fedbook/methods/fedl2g.py'),
                                         'fedbook.methods.fedl2g.FedL2G.finish': ( '02_methods/fedl2g.html#fedl2g.finish',
                                                                                   'fedbook/methods/fedl2g.py'),
+                                        'fedbook.methods.fedl2g.FedL2G.flaw': ( '02_methods/fedl2g.html#fedl2g.flaw',
+                                                                                'fedbook/methods/fedl2g.py'),
                                         'fedbook.methods.fedl2g.FedL2G.guided': ( '02_methods/fedl2g.html#fedl2g.guided',
                                                                                   'fedbook/methods/fedl2g.py'),
                                         'fedbook.methods.fedl2g.FedL2G.loss': ( '02_methods/fedl2g.html#fedl2g.loss',

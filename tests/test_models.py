@@ -6,7 +6,7 @@ from torch.func import functional_call, grad, vmap
 from torch import nn
 from fedbook import models
 from fedbook.errors import Refused
-from fedbook.models import MODELS, Classifier, Net, build, load_body, local_weights, n_parameters, own_weights, read_weights, weights_fingerprint
+from fedbook.models import BUILT_IN, Classifier, Net, build, load_body, local_weights, n_parameters, own_weights, read_weights, weights_fingerprint
 from fedbook.streams import seeded
 
 SMALL = dict(softmax={}, mlp=dict(hidden=(16,8)), cnn_fedcspack_fmnist={}, resnet18=dict(stem='cifar', in_channels=1), vit_tiny32=dict(in_channels=1, patch=4, dim=16, depth=2, heads=2))
@@ -31,7 +31,7 @@ def data(tmp_path, monkeypatch):
     ('cnn_fedref_femnist',None,1_165_246), ('cnn_fedref_cinic',10,620_362), ('resnet50',1000,25_557_032), ('vit_small_patch16_224.dino',100,21_704_164)])
 def test_parameter_counts(name, classes, n): assert n_parameters(build(name, classes)) == n
 
-@pytest.mark.parametrize('name', MODELS)
+@pytest.mark.parametrize('name', BUILT_IN)
 def test_every_model_is_body_and_head(name):
     net = Net(build(name, n_classes=7))
     m = net.module
@@ -43,7 +43,7 @@ def test_every_model_is_body_and_head(name):
     assert z.shape == (2, m.n_features) and net.logits(w, b, x).shape == (2, 7)
     assert torch.equal(net.head(w, z), net.logits(w, b, x)) and torch.equal(m(x), net.logits(w, b, x))
 
-@pytest.mark.parametrize('name', [n for n in MODELS if not n.startswith(('softmax','mlp','resnet'))])
+@pytest.mark.parametrize('name', [n for n in BUILT_IN if not n.startswith(('softmax','mlp','resnet'))])
 def test_other_image_sizes_and_channels(name):
     assert build(name, in_channels=2, image_size=40)(torch.rand(2, 2, 40, 40)).shape[0] == 2
 

@@ -90,6 +90,11 @@ class FedL2G(FedAvg):
         at = g.any(1).nonzero()[:,0]
         return dict(rows=g[at], classes=at), dict(own=w)
 
+    def flaw(self, state, message):
+        rows,at,g = message['rows'],message['classes'],state['guides']
+        fits = rows.shape==(len(at), g.shape[1]) and len(at.unique())==len(at) and bool(((at >= 0) & (at < len(g))).all())
+        return '' if fits else 'its rows of gradients are not those of its classes'
+
     def aggregate(self, state, messages, weights):
         rows,at,g = torch.cat([m['rows'] for m in messages]),torch.cat([m['classes'] for m in messages]),state['guides']
         total = torch.zeros_like(g).index_add_(0, at, rows)/torch.bincount(at, minlength=len(g)).clamp_min(1)[:,None]
