@@ -268,6 +268,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                  'fedbook.engines.cores': ('01_foundations/engines.html#cores', 'fedbook/engines.py'),
                                  'fedbook.engines.disband': ('01_foundations/engines.html#disband', 'fedbook/engines.py'),
                                  'fedbook.engines.engine': ('01_foundations/engines.html#engine', 'fedbook/engines.py'),
+                                 'fedbook.engines.first_states': ('01_foundations/engines.html#first_states', 'fedbook/engines.py'),
                                  'fedbook.engines.follow': ('01_foundations/engines.html#follow', 'fedbook/engines.py'),
                                  'fedbook.engines.give_up': ('01_foundations/engines.html#give_up', 'fedbook/engines.py'),
                                  'fedbook.engines.graphs': ('01_foundations/engines.html#graphs', 'fedbook/engines.py'),

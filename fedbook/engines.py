@@ -5,10 +5,10 @@
 # %% auto #0
 __all__ = ['OFTEN', 'CACHE', 'SEVERAL', 'NO_GPU', 'ONLY_GPU', 'TEAMS', 'ENGINES', 'BUDGET', 'SHORT', 'LONG', 'CHOICES', 'Group',
            'step_groups', 'in_chunks', 'steps', 'augmented', 'train', 'train_stack', 'train_phase', 'stacked_phase',
-           'stackable', 'worth_a_trace', 'common', 'local_step_of', 'replies_of', 'follow', 'FellBack', 'out_of_memory',
-           'Traced', 'views', 'standing', 'give_up', 'halve', 'stacked', 'graphs', 'cores', 'Processes', 'team_of',
-           'disband', 'engine', 'used', 'possible', 'trial', 'round_seconds', 'measure', 'local_steps', 'kind',
-           'choice', 'Fastest']
+           'first_states', 'stackable', 'worth_a_trace', 'common', 'local_step_of', 'replies_of', 'follow', 'FellBack',
+           'out_of_memory', 'Traced', 'views', 'standing', 'give_up', 'halve', 'stacked', 'graphs', 'cores',
+           'Processes', 'team_of', 'disband', 'engine', 'used', 'possible', 'trial', 'round_seconds', 'measure',
+           'local_steps', 'kind', 'choice', 'Fastest']
 
 # %% ../nbs/01_foundations/38_engines.ipynb #dd562e60
 from collections import Counter
@@ -18,10 +18,10 @@ import json, os, platform, time, warnings, weakref
 import numpy as np, torch
 from .errors import choose, Refused, require
 from .files import data_dir, fingerprint, writing
-from .client import attempted, begin_client, draws, end_client, in_phase, one_by_one, trainable
+from .client import attempted, begin_client, draws, end_client, in_phase, one_by_one, sees_features, trainable
 from .federation import begin, client_views, FederatedData, Federation, PER_CLIENT, PREPARED_BYTES, ready
 from .memory import grouped, kind as kind_of, recalled
-from .method import batch_bounds, Client, epoch_orders, FedAvg, LocalTraining, segments, work_of
+from .method import batch_bounds, Client, epoch_orders, FedAvg, is_default, LocalTraining, segments, work_of
 from .models import Net
 from .tensors import channels_last, checksum, clone, flatten, stack, Unlike, unstack
 from .trace import Bound, bring_back, ready_to_trace, recording, Step
@@ -124,7 +124,7 @@ def train_phase(fed, cs, phase, epochs, carry, given, streams, record):
     "One phase of the stacked clients: their weights and optimisers after it, and the losses of each one's steps"
     (w,buffers),method = carry,fed.method
     now,(mine,whole) = stacked_phase(method, cs, phase, w),trainable(method, phase, w)
-    s = clone(stack([method.init(v, c) for v,c in zip(unstack(mine, len(cs)), now)]))
+    s = first_states(method, mine, now)
     groups,step = step_groups(now, epochs),local_step_of(method, now[0].local, now[0].net)
     bound = Bound(step, (mine, s, buffers), (*given, whole), streams, worth_a_trace(fed, groups), record, phase)
     losses = follow(now[0], bound, groups, streams)
@@ -133,11 +133,19 @@ def train_phase(fed, cs, phase, epochs, carry, given, streams, record):
 # %% ../nbs/01_foundations/38_engines.ipynb #cc2f511b
 def stacked_phase(method, cs, phase, w):
     "The clients as the steps of a phase see them; those that see features hold each other's, too"
+    trains = method.trains(phase)
+    for c in cs: c.phase,c.trains = phase,trains
+    if not sees_features(method, cs[0]): return cs
     now = [in_phase(method, c, phase, v) for c,v in zip(cs, unstack(w, len(cs)))]
-    if now[0] is cs[0]: return now
     x,y = (torch.cat(ts) for ts in zip(*(c.samples for c in now)))
     starts = np.cumsum([0, *(len(c.own) for c in now)])
     return [replace(c, samples=(x, y), own=c.own+int(a)) for c,a in zip(now, starts)]
+
+# %% ../nbs/01_foundations/38_engines.ipynb #8cfaef98
+def first_states(method, mine, cs):
+    "The optimisers' states before the first step, stacked; plain SGD has none"
+    if is_default(method, 'init') and not cs[0].local.optimiser.init(mine): return {}
+    return clone(stack([method.init(v, c) for v,c in zip(unstack(mine, len(cs)), cs)]))
 
 # %% ../nbs/01_foundations/38_engines.ipynb #da55852b
 def stackable(message:dict, ragged:tuple) -> dict: return {k: v for k,v in message.items() if k not in ragged} # what can lie side by side
