@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['local_step', 'draws', 'begin_client', 'end_client', 'trainable', 'in_phase', 'sees_features', 'on_features',
-           'client_round', 'one_by_one', 'attempted']
+           'holding', 'client_round', 'one_by_one', 'attempted']
 
 # %% ../nbs/01_foundations/32_client.ipynb #070a7cbe
 from contextlib import nullcontext
@@ -85,9 +85,10 @@ def in_phase(
     c:Client, # The client
     phase:object, # A phase of it
     w:dict, # Its weights where the phase begins
-) -> Client: # The same client, or one that holds features
+) -> Client: # The same client, or one that holds features or what its method trains on
     "A client as the steps of a phase see it"
     c.phase,c.trains = phase,method.trains(phase)
+    if not is_default(method, 'samples'): return holding(c, *method.samples(c))
     return on_features(c, w) if sees_features(method, c) else c
 
 # %% ../nbs/01_foundations/32_client.ipynb #ec420783
@@ -101,7 +102,11 @@ def sees_features(method, c):
 def on_features(c, w):
     "A client whose samples are the features of its own"
     z = torch.cat([c.net.features(w, c.buffers, channels_last(c.prepare(x))) for x in c.x.split(250)])
-    return replace(c, net=head_of(c.net), samples=(z, c.y), own=torch.arange(len(z), device=z.device), prepare=as_is)
+    return replace(holding(c, z, c.y), net=head_of(c.net))
+
+def holding(c, x, y):
+    "A client with samples that are ready for the network"
+    return replace(c, samples=(x, y), own=torch.arange(len(x), device=x.device), prepare=as_is, augment=None)
 
 # %% ../nbs/01_foundations/32_client.ipynb #94dfcf0f
 def client_round(

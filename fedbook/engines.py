@@ -116,7 +116,7 @@ def train_stack(pairs, ws, record):
     for phase,epochs in segments(cs[0]):
         w,states[phase],some = train_phase(fed, cs, phase, epochs, (w, buffers), given, streams, record)
         losses.append(some)
-    replies = replies_of(pairs, (w, states, buffers), [torch.cat(each) for each in zip(*losses)])
+    replies = replies_of(pairs, (w, states, buffers), [torch.cat(each) if len(each) > 1 else each[0] for each in zip(*losses)])
     return [replies[order.index(j)] for j in range(len(cs))]
 
 # %% ../nbs/01_foundations/38_engines.ipynb #d81b82ba
@@ -132,10 +132,10 @@ def train_phase(fed, cs, phase, epochs, carry, given, streams, record):
 
 # %% ../nbs/01_foundations/38_engines.ipynb #cc2f511b
 def stacked_phase(method, cs, phase, w):
-    "The clients as the steps of a phase see them; those that see features hold each other's, too"
+    "The clients as the steps of a phase see them; those that train on something else than their samples hold each other's, too"
     trains = method.trains(phase)
     for c in cs: c.phase,c.trains = phase,trains
-    if not sees_features(method, cs[0]): return cs
+    if is_default(method, 'samples') and not sees_features(method, cs[0]): return cs
     now = [in_phase(method, c, phase, v) for c,v in zip(cs, unstack(w, len(cs)))]
     x,y = (torch.cat(ts) for ts in zip(*(c.samples for c in now)))
     starts = np.cumsum([0, *(len(c.own) for c in now)])

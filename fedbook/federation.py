@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['PER_CLIENT', 'PREPARED_BYTES', 'Protocol', 'FederatedData', 'check_parts', 'Federation', 'check_needs',
-           'check_phases', 'as_written', 'computes_bf16', 'two_clients', 'begin', 'view', 'client_views', 'client_view',
-           'scored_view', 'as_is', 'ready', 'converted', 'sample_bytes', 'prepared', 'body_features', 'contents',
-           'identity']
+           'check_phases', 'as_written', 'computes_bf16', 'two_clients', 'begin', 'first_memory', 'view',
+           'client_views', 'client_view', 'scored_view', 'as_is', 'ready', 'converted', 'sample_bytes', 'prepared',
+           'body_features', 'contents', 'identity']
 
 # %% ../nbs/01_foundations/31_federation.ipynb #0a756fe5
 from dataclasses import dataclass, field, replace
@@ -164,14 +164,17 @@ def begin(
     return dict(server=server, buffers=fed.net.buffers(), **{k: Memory(folder and folder/k) for k in PER_CLIENT})
 
 # %% ../nbs/01_foundations/31_federation.ipynb #30172f8a
-def view(fed, state, i, r, memory, buffers, origin):
+def first_memory(fed, origin):
+    "What a client remembers before its first round"
+    return {} if is_default(fed.method, 'client') else fed.method.client(origin['w'] if origin else fed.net.weights())
+
+def view(fed, state, i, r, work, memory, buffers, origin):
     "What a client sees, from what it keeps; `None` for what it does not keep yet"
-    d,(local,phases) = fed.data,work_of(fed.method, fed.local, r)
-    def at(positions): return torch.as_tensor(np.asarray(positions, dtype=np.int64), device=d.x.device)
-    def first(): return {} if is_default(fed.method, 'client') else fed.method.client(origin['w'] if origin else fed.net.weights())
-    return Client(fed.net, local, (d.x, d.y), at(d.clients[i]), i, r, fed.seed, fed.method.send(state['server'], i),
-        first() if memory is None else memory, clone((origin or state)['buffers'] if buffers is None else buffers),
-        d.prepare, d.augment, phases, held=at(d.held[i]) if d.held else None)
+    d,(local,phases) = fed.data,work
+    own,held = (p and torch.as_tensor(np.asarray(p[i], dtype=np.int64), device=d.x.device) for p in (d.clients, d.held))
+    return Client(fed.net, local, (d.x, d.y), own, i, r, fed.seed, fed.method.send(state['server'], i),
+        first_memory(fed, origin) if memory is None else memory, clone((origin or state)['buffers'] if buffers is None else buffers),
+        d.prepare, d.augment, phases, held=held)
 
 # %% ../nbs/01_foundations/31_federation.ipynb #cd37472f
 def client_views(
@@ -181,8 +184,9 @@ def client_views(
     r:int, # Which round, from 0
 ) -> list: # What each client sees
     "Clients at the beginning of round `r`; what they keep is picked for all together"
-    kept = (*(state[k] for k in PER_CLIENT), fed.origins or {})
-    return [view(fed, state, i, r, *own) for i,*own in zip(ids, *(recalled(k, [str(i) for i in ids]) for k in kept))]
+    names,work = [str(i) for i in ids],work_of(fed.method, fed.local, r)
+    kept = [recalled(k, names) for k in (*(state[k] for k in PER_CLIENT), fed.origins or {})]
+    return [view(fed, state, i, r, work, *own) for i,*own in zip(ids, *kept)]
 
 # %% ../nbs/01_foundations/31_federation.ipynb #d1519ed1
 def client_view(fed:Federation, state:dict, i:int, r:int) -> Client:

@@ -102,7 +102,7 @@ def epoch_orders(
 ) -> np.ndarray: # Positions in its samples, [epochs, n]
     "The order in which a client goes through its samples in each local epoch"
     draw = stream(c.seed, 'batches', c.round, c.id)
-    return np.stack([draw.permutation(len(c.own)) for _ in range(c.local.epochs)])
+    return np.array([draw.permutation(len(c.own)) for _ in range(c.local.epochs)])
 
 def batch_indices(
     c:Client, # The client
@@ -165,6 +165,7 @@ class FedAvg(Checked):
     def init(self, w, c): return c.local.optimiser.init(w)    # the optimiser's first state
     def phases(self, epochs, round): return (None,)*epochs    # what each local epoch is about; steps see it as c.phase
     def trains(self, phase): return ()                        # the parts of the network that train in a phase; none named: all
+    def samples(self, c): return c.x, c.y                     # what a client trains on in a phase: x and y, [n, …] each
     def loss(self, w, batch, c):                              # the local objective, a scalar
         return self.answer_loss(c.logits(w, batch['x']), batch['y'], c)
     def answer_loss(self, z, y, c): return c.local.task.loss(z, y) # what it asks of the answers z to a batch

@@ -290,7 +290,7 @@ class Bound:
     ):
         self.step,self.streams,self.clients,self.worth,self.record,self.phase = step,streams,len(streams),worth,record,phase
         self.flat,self.spec = tree_flatten((carry, given))
-        self.changing = len(tree_flatten(carry)[0])
+        self.changing = self.spec.child(0).num_leaves
         kind = phase,self.spec,tuple((t.shape, t.stride(), t.dtype) for t in self.flat)
         self.kind = step.kinds.setdefault(kind, len(step.kinds))
         self.own = self.flat

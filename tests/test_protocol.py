@@ -71,7 +71,17 @@ class RollingHalf(HalfWide):
     "The same with a window that rolls on in every round, as in FedRolex"
     def width(self, n, i, now): return torch.arange(n) if i%2 else (torch.arange(n//2)+now)%n
 
-CASES = dict(head_first=(HeadFirst(), dict(blocks=True)), momentum=(Momentum(), {}), last_loss=(LastLoss(), {}), half_wide=(HalfWide(), {}), rolling_half=(RollingHalf(), {}))
+@away
+@dataclass(frozen=True)
+class BesideMirrored(FedAvg):
+    "Each sample goes with its mirror image, and in the first epochs with a copy of itself: what FedFed does with shared samples, in little"
+    def phases(self, epochs, round): return ('copy',) + ('mirrored',)*(epochs-1)
+    def samples(self, c):
+        x = c.prepare(c.x)
+        return torch.stack([x, x if c.phase=='copy' else x.flip(-1)], 1), torch.stack([c.y, c.y], 1)
+    def loss(self, w, batch, c): return super().loss(w, {k: t.flatten(0, 1) for k,t in batch.items()}, c)
+
+CASES = dict(head_first=(HeadFirst(), dict(blocks=True)), momentum=(Momentum(), {}), last_loss=(LastLoss(), {}), half_wide=(HalfWide(), {}), rolling_half=(RollingHalf(), {}), beside_mirrored=(BesideMirrored(), {}))
 
 def double(m, module, **kw):
     return federation(m, module=mlp(**module).double(), local=LocalTraining(3, 4, SGD(.1, .9)), dtype=torch.float64, **kw)
@@ -92,6 +102,12 @@ def test_a_method_with_one_phase_is_the_method_without():
     fed = double(HeadFirst(epochs=3), dict(blocks=True))
     w,w0 = run(fed)[0]['server']['w'],fed.net.weights()
     assert all(torch.equal(w[k], w0[k])==(not k.startswith('head.')) for k in w)
+
+def test_a_sample_beside_its_copy_is_the_sample():
+    "Identity: the mean over two equal halves is the mean over one"
+    def end(m): return run(federation(m, module=mlp().double(), local=LocalTraining(1, 4, SGD(.1, .9)), dtype=torch.float64))[0]['server']['w']
+    a,b = end(FedAvg()),end(BesideMirrored())
+    for k in a: torch.testing.assert_close(a[k], b[k], rtol=1e-12, atol=1e-12)
 
 def test_a_phase_of_the_head_leaves_the_body_of_the_first_epoch():
     fed = double(HeadFirst(), dict(blocks=True), rounds=1, per_round=4)
