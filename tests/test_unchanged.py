@@ -1,11 +1,12 @@
 "Older code is as good as new only if both compute the same bytes."
 import json, shutil
 from pathlib import Path
-import numpy as np, pytest
+import numpy as np, pytest, torch
 import fedbook.experiments as E
 from fedbook.errors import Refused
 from fedbook.experiments import Case, code_fingerprint, run_cases, Setting
-from fedbook.unchanged import answers, compare, digest, note, samples, shortened
+from fedbook.federation import FederatedData
+from fedbook.unchanged import answers, compare, cut, digest, note, samples, shortened
 
 ROOT = Path(__file__).resolve().parents[1]
 ABOUT = dict(paper='000', table='a table', profile='laptop', stand_in={})
@@ -80,3 +81,10 @@ def test_what_is_no_checkout_is_refused(tmp_path):
 def test_what_is_noted_is_code_that_was():
     noted = json.loads((ROOT/'fedbook'/'assets'/'unchanged.json').read_text())
     assert all(len(k)==len(v)==16 and int(k, 16) and int(v, 16) and k!=v for k,v in noted.items())
+
+def test_a_federation_is_cut_down_with_its_groups_and_its_clients_test_images():
+    "Positions beyond the images that are kept would be refused; so would parts without any"
+    x,y = torch.arange(800.)[:,None],torch.arange(800)%2
+    d = cut(FederatedData(x, y, [range(400), range(400, 800)], (x, y), test_clients=[range(5), range(700, 800)], groups=dict(half=[range(250, 500), range(500, 800)])))
+    assert [len(c) for c in d.clients]==[100, 100] and len(d.test[0])==300
+    assert d.test_clients==[[0,1,2,3,4], [0]] and d.groups==dict(half=[list(range(250, 300)), [0]])
