@@ -103,14 +103,16 @@ def shared(fed:Federation) -> bool:
 
 # %% ../nbs/01_foundations/34_evaluate.ipynb #dc644e47
 def cross_client_metrics(
-    accuracy, # A [C, C], of client i's model on client j's samples
+    accuracy, # A [C, C], of client i's model on client j's samples; NaN in the columns of clients without any
 ) -> dict[str, float]: # local, global, c_std, worst, average as printed; global_text, c_std_text, worst_text, average_text as defined
-    "The five scores of paper 002, section 3.3, as its tables have them and as its text defines them; raises `Refused` unless `accuracy` is square, of two clients at least"
+    "The five scores of paper 002, section 3.3, as its tables have them and as its text defines them, over the clients that have samples; raises `Refused` unless `accuracy` is square and two have some"
     A = torch.as_tensor(accuracy, dtype=torch.float64)
     require(A.dim()==2 and len(A)==A.shape[-1] and len(A) > 1, f'Scores across clients need a square matrix of at least two clients, not {list(A.shape)}.')
-    own,others = A.diagonal(),A[~torch.eye(len(A), dtype=torch.bool)].view(len(A), -1)
-    local,every,worst,rest = own.mean(),A.mean(),others.amin(1).mean(),others.mean()
-    found = {'local': local, 'global': every, 'c_std': A.std(1, correction=0).mean(), 'worst': worst, 'average': (local+every+worst)/3,
+    there = ~A.isnan().all(0)
+    require(there.sum() > 1, f'Scores across clients need samples of at least two, and {int(there.sum())} of {len(A)} have some.')
+    own,other = A.diagonal()[there],~torch.eye(len(A), dtype=torch.bool) & there
+    local,every,worst,rest = own.mean(),A[:,there].mean(),torch.where(other, A, torch.inf).amin(1).mean(),A[other].mean()
+    found = {'local': local, 'global': every, 'c_std': A[:,there].std(1, correction=0).mean(), 'worst': worst, 'average': (local+every+worst)/3,
              'global_text': rest, 'c_std_text': own.std(correction=0), 'worst_text': own.min(), 'average_text': (local+rest)/2}
     return {k: v.item() for k,v in found.items()}
 
@@ -127,13 +129,13 @@ def cross_scores(
     state:dict, # Its state
     i:int, # Which client
     r:int, # Rounds done
-) -> list: # Rows [round, client, metric, value], one for each client's samples
+) -> list: # Rows [round, client, metric, value], one for each client that has samples
     "A client's own model on some test samples of every client"
-    (c,w),(x,y),task,parts = own_model(fed, state, i, r),fed.data.of_clients(),fed.local.task,cross_parts(fed)
-    every = np.unique(np.concatenate(parts))
+    (c,w),(x,y),task,parts = own_model(fed, state, i, r),fed.data.of_clients(),fed.local.task,{j: p for j,p in enumerate(cross_parts(fed)) if len(p)}
+    every = np.unique(np.concatenate(list(parts.values())))
     at = torch.as_tensor(every, device=x.device)
-    found = of_parts(task, score(c.net, w, c.buffers, x[at], y[at], fed.data.prepare, task=task), [np.searchsorted(every, p) for p in parts])
-    return [[r, i, f'on_{j}_{task.main}', m[task.main]] for j,m in enumerate(found)]
+    found = of_parts(task, score(c.net, w, c.buffers, x[at], y[at], fed.data.prepare, task=task), [np.searchsorted(every, p) for p in parts.values()])
+    return [[r, i, f'on_{j}_{task.main}', m[task.main]] for j,m in zip(parts, found)]
 
 # %% ../nbs/01_foundations/34_evaluate.ipynb #43fa98ef
 PRINTED = 'local','global','c_std','worst','average'
@@ -147,8 +149,12 @@ def evaluate_cross(
     n = len(fed.data.clients)
     rows = yield fed, state, [0] if shared(fed) else list(range(n)), r, cross_scores
     if shared(fed): rows = [[[r, i, *row[2:]] for row in rows[0]] for i in range(n)]
-    found = cross_client_metrics([[v for *_,v in row] for row in rows])
-    return [[r, None, f'cross_{k}', found[k]] for k in PRINTED] + (sum(rows, []) if r==fed.protocol.rounds else [])
+    there = [j for j,part in enumerate(fed.data.test_clients) if len(part)]
+    A = torch.full((n, n), torch.nan, dtype=torch.float64)
+    A[:,there] = torch.tensor([[v for *_,v in row] for row in rows], dtype=torch.float64)
+    found = cross_client_metrics(A)
+    unscored = int(A.isnan().all(0).sum())
+    return [[r, None, f'cross_{k}', found[k]] for k in PRINTED] + [[r, None, 'cross_unscored', unscored]]*bool(unscored) + (sum(rows, []) if r==fed.protocol.rounds else [])
 
 # %% ../nbs/01_foundations/34_evaluate.ipynb #95db2099
 @torch.no_grad()

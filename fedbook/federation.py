@@ -122,7 +122,7 @@ def check_needs(fed):
     require('classes' not in fed.method.needs or fed.local.task.main=='accuracy', f'{name} needs one class per sample, and the task is {type(fed.local.task).__name__}; take classification.')
     lacking = next((i for i,_ in enumerate(fed.data.clients) if not (fed.data.held and len(fed.data.held[i]))), None) if 'held' in fed.method.needs else None
     parts = fed.data.test_clients
-    require(fed.protocol.cross is None or (parts and len(parts) > 1 and all(map(len, parts))), 'cross scores the models of all clients on each other\'s test samples; it needs at least two clients, each with some (personal=True), or leave it out.')
+    require(fed.protocol.cross is None or (parts and sum(len(p) > 0 for p in parts) > 1), 'cross scores the models of all clients on each other\'s test samples; it needs at least two clients with some (personal=True), or leave it out.')
     require(lacking is None, f'{name} chooses by samples that a client does not train on, and client {lacking} has none; hold some out, e.g. held=0.2.')
 
 # %% ../nbs/01_foundations/31_federation.ipynb #a18c623e

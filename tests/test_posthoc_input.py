@@ -32,9 +32,17 @@ def test_a_client_without_test_data_has_no_score_and_is_not_in_the_mean(strategy
     assert list(found)==[0, 2, 3] and found=={i: every[i] for i in found}
     assert math.isfinite(mean_of(rows)) and mean_of(rows)==pytest.approx(np.mean([*found.values()]))
 
-def test_scores_across_clients_refuse_one_without_test_data():
+def test_scores_across_clients_leave_out_the_column_of_one_without_test_data():
     fed = stage_of(method('ft'), cross=2)
-    with pytest.raises(Refused, match='each with some'): with_data(fed, test_clients=[fed.data.test_clients[0], [], *fed.data.test_clients[2:]])
+    poor = with_data(fed, test_clients=[fed.data.test_clients[0], [], *fed.data.test_clients[2:]])
+    rows = run(poor)[1]
+    last = {k: v for r,i,k,v in rows if r==poor.protocol.rounds and i is None and k.startswith('cross_')}
+    A = torch.tensor([[v for r,i,k,v in rows if i==j and k.startswith('on_')] for j in range(len(fed.data.clients))])
+    other = [[v for c,v in zip([0, *range(2, len(A))], row) if c!=j] for j,row in enumerate(A.tolist())]
+    assert last['cross_unscored']==1 and A.shape==(len(A), len(A)-1) and all(v==v for v in last.values())
+    assert last['cross_global']==pytest.approx(A.mean().item()) and last['cross_worst']==pytest.approx(sum(map(min, other))/len(A))
+    assert last['cross_local']==pytest.approx((A[0,0]+sum(A[j,j-1] for j in range(2, len(A)))).item()/(len(A)-1))
+    with pytest.raises(Refused, match='at least two clients with some'): with_data(fed, test_clients=[fed.data.test_clients[0]]+[[]]*(len(A)-1))
 
 @each
 def test_a_client_of_one_class(strategy):
