@@ -19,7 +19,7 @@ from fedbook.streams import seeded
 from fedbook.tensors import flatten
 from fedbook.workers import Box, pack, unpack
 from test_memory import convolutions
-from test_rounds import federation, fitting, mlp, Remembers, same, with_blocks
+from test_rounds import federation, fitting, mlp, network, Remembers, same, with_blocks
 
 @pytest.fixture(autouse=True)
 def traced_at_once_and_never_fallen_back(monkeypatch):
@@ -72,7 +72,7 @@ def test_traced_steps_are_one_by_one(name, module, local, engine):
     for precision,bound in ((lambda f: f, 1e-5), (precise, 1e-10)):
         fed = precision(federation(fitting(name), module=MODULES[module](), local=LOCALS[local]))
         (a,rows),(b,rows_b) = run(fed),run(fed, engine=ROUNDING[engine]())
-        if (name, module)==('perfedavg','batchnorm') and bound > 1e-9: bound *= 100 # BatchNorm of two samples, three passes deep
+        if (name, module) in (('perfedavg','batchnorm'), ('fedfa','batchnorm')) and bound > 1e-9: bound *= 100 # BatchNorm of two samples, three passes deep or of maps that were moved far
         assert distance(models(a, name), models(b, name)) < bound and distance(a, b) < 100*bound # differences of models have fewer digits
         assert [r[:3] for r in rows]==[r[:3] for r in rows_b]
         assert np.allclose([r[3] for r in rows if 'loss' in r[2]], [r[3] for r in rows_b if 'loss' in r[2]], rtol=1e-4)
@@ -116,7 +116,7 @@ def test_seeds_stacked_together_are_seeds_apart(name):
     "Each with weights, draws and clients of its own; one is a round ahead and ends before the others"
     from fedbook.rounds import rounds_of, run_in_lockstep
     feds = [federation(fitting(name), rounds=3 if s else 2, seed=s, module=mlp(bn=True, dropout=.3, blocks=True)) for s in range(3)]
-    feds = [precise(replace(f, net=Net(mlp(bn=True, dropout=.3, blocks=True)))) for f in feds]
+    feds = [precise(replace(f, net=network(f.method, mlp(bn=True, dropout=.3, blocks=True)))) for f in feds]
     for s,f in enumerate(feds):
         f.data.x = feds[0].data.x
         for p in f.net.module.parameters(): p.data.mul_(1-.2*s)

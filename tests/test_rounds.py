@@ -7,6 +7,7 @@ from torch import nn
 from fedbook.engines import Processes
 from fedbook.errors import Refused
 from fedbook.method import batches, Client, FedAvg, LocalTraining, method, METHODS, methods
+from fedbook.methods.fedfa import FedFA
 from fedbook.methods.fedprox import FedProx
 from fedbook.models import Classifier, Net
 from fedbook.tasks import Task
@@ -28,6 +29,15 @@ def with_blocks(wanted, *layers):
     *first,last = layers
     return Classifier(nn.Sequential(OrderedDict({**{f'l{i}': l for i,l in enumerate(first)}, 'blocks': nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))})), last)
 
+def with_maps(m):
+    "The same layers behind a convolution of 2×3 pixels, for a method that looks at feature maps"
+    body,like = getattr(m, 'body', m),next(m.parameters())
+    with seeded(0, 'maps'): front = dict(image=nn.Unflatten(1, (2, 3, 1)), conv=nn.Conv2d(2, 2, 1), flat=nn.Flatten())
+    body = nn.Sequential(OrderedDict({**front, **dict(body.named_children())})).to(like)
+    return Classifier(body, m.head) if isinstance(m, Classifier) else body
+
+def network(m, module): return Net(with_maps(module) if isinstance(m, FedFA) else module)
+
 def fitting(name):
     "A method with settings that fit small networks and few rounds"
     return method(name, **dict(cd2pfed=dict(rounds=2), ptalos=dict(k=1, deterministic_round=3, layer_batches=2, batches=1), fedcspack=dict(size=8), fedcspacktoall=dict(size=8), lpft=dict(probing=1), lssft=dict(first=1), soupft=dict(members=2), lora=dict(rank=2, targets=["blocks.0"]), adapter=dict(width=2, targets=["blocks.0"]), fedl2g=dict(warmup=1)).get(name, {}))
@@ -40,7 +50,7 @@ def federation(m=FedAvg(), sizes=(7,12,20,5), rounds=3, per_round=3, seed=0, mod
     ends = np.cumsum(sizes)
     kept = 2 if 'held' in m.needs else 0
     data = FederatedData(x, y, [np.arange(e-s, e-kept) for e,s in zip(ends, sizes)], (tx,ty), held=[np.arange(e-kept, e) for e in ends] if kept else None, test_clients=[np.arange(i, i+20) for i in range(len(sizes))])
-    return Federation(m, Net(module or mlp()), data, local or LocalTraining(2, 4, SGD(.1, .9, 1e-3)), Protocol(rounds, per_round, **protocol), seed)
+    return Federation(m, network(m, module or mlp()), data, local or LocalTraining(2, 4, SGD(.1, .9, 1e-3)), Protocol(rounds, per_round, **protocol), seed)
 
 def same(a, b):
     a,b = flatten(a),flatten(b)
