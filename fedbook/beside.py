@@ -55,14 +55,15 @@ def experiment(
 
 # %% ../nbs/01_foundations/53_beside.ipynb #3b70ac2e
 def draw(
-    runs:dict, # Label to the rows of its runs, one list per seed; FedAvg last
+    runs:dict, # Label to the rows of its runs, one list per seed; FedAvg is grey
     metric:str, # Which one is drawn
 ): # A matplotlib figure
     "Accuracy over the rounds, and the bytes of a whole run"
     import matplotlib.pyplot as plt
+    figure = plt.figure(figsize=(10, 3.4), layout='constrained')
     with style():
-        figure,axes = plt.subplots(1, 2, figsize=(10, 3.4), width_ratios=(3, 2), layout='constrained')
-        looks = dict(zip(runs, [*(dict(color=f'C{i}') for i in range(len(runs)-1)), dict(color='.35', ls='--')]))
+        axes = figure.subplots(1, 2, width_ratios=(3, 2))
+        looks = dict(zip([k for k in runs if k!='FedAvg'], plt.rcParams['axes.prop_cycle'])) | {'FedAvg': dict(color='.35', ls='--')}
         for k,rows in runs.items(): draw_curves(axes[0], [curve_of(dict(rows=r), metric) for r in rows], label=k, **looks[k])
         draw_bytes(axes[1], {k: [megabytes(rows, way) for way in ('bytes_up','bytes_down')] for k,rows in runs.items()}, looks)
         axes[0].xaxis.get_major_locator().set_params(integer=True)
