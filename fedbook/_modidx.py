@@ -1638,6 +1638,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                  'fedbook.results.comparison': ('01_foundations/results.html#comparison', 'fedbook/results.py'),
                                  'fedbook.results.coordinate': ('01_foundations/results.html#coordinate', 'fedbook/results.py'),
                                  'fedbook.results.curve_of': ('01_foundations/results.html#curve_of', 'fedbook/results.py'),
+                                 'fedbook.results.dots': ('01_foundations/results.html#dots', 'fedbook/results.py'),
                                  'fedbook.results.forgetting': ('01_foundations/results.html#forgetting', 'fedbook/results.py'),
                                  'fedbook.results.grouped': ('01_foundations/results.html#grouped', 'fedbook/results.py'),
                                  'fedbook.results.html': ('01_foundations/results.html#html', 'fedbook/results.py'),

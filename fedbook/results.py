@@ -8,7 +8,7 @@ __all__ = ['FIELDS', 'HEAD', 'ROUNDS', 'ALPHA', 'COLUMNS', 'plain', 'check', 'to
            'forgetting', 'main_metric', 'best_round', 'sign_of', 'value_of', 'score_of', 'chance_level', 'at_chance',
            'markdown', 'html', 'Table', 'signed', 'rounded', 'Comparison', 'provenance', 'notes_of', 'coordinate',
            'grouped', 'check_runs', 'comparison', 'compare_cell', 'cell_verdict', 'p_value', 'Paired', 'paired',
-           'select', 'settle', 'style', 'legend_beside', 'save_figure', 'save_outputs']
+           'select', 'settle', 'style', 'legend_beside', 'dots', 'save_figure', 'save_outputs']
 
 # %% ../nbs/01_foundations/40_results.ipynb #80b4acaf
 from contextlib import contextmanager
@@ -587,6 +587,17 @@ def legend_beside(
     for old in filter(None, (ax.get_legend() for ax in figure.axes)): old.remove()
     known |= {k: Line2D([], [], color='grey', ls=s) for k,s in styles.items()}
     return figure.legend(known.values(), known, title=title, loc='center left', bbox_to_anchor=(1, .5))
+
+# %% ../nbs/01_foundations/40_results.ipynb #153e7506
+def dots(
+    ax, # Matplotlib axes
+    at:list, # Heights, one for each mean
+    values:list, # The seeds' values behind each mean; none where nothing was run
+    **how, # Passed to `ax.errorbar`, e.g. `label`
+): # What `ax.errorbar` returns
+    "Means of `values` with their 95 % intervals, across `ax`"
+    mean,low,high = np.array([interval(v) if len(v) else (math.nan,)*3 for v in values], float).T
+    return ax.errorbar(mean, at, xerr=np.nan_to_num([mean-low, high-mean]), fmt='o', ms=5, capsize=3, **how)
 
 # %% ../nbs/01_foundations/40_results.ipynb #16be42f0
 def save_figure(
