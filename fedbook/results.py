@@ -569,6 +569,7 @@ def settle(
 def style():
     "Inside the block figures have the look of the book, and SVG files the same bytes each time"
     import matplotlib as mpl, matplotlib.pyplot as plt, seaborn as sns
+    plt.draw_if_interactive() # loads the backend; loaded inside of the block it would show no later figure of a notebook
     before = plt.get_fignums()
     colours = mpl.rcsetup.cycler('color', sns.color_palette('colorblind'))
     with mpl.rc_context({**sns.axes_style('whitegrid'), **sns.plotting_context('notebook'), 'axes.prop_cycle': colours, 'svg.hashsalt': 'fedbook'}):

@@ -388,6 +388,14 @@ def test_a_colour_by_name_is_the_palettes_where_it_is_drawn():
     assert ax.lines[0].get_color()=='C1', 'a figure of somebody else stays as it is'
     plt.close('all')
 
+def test_a_notebook_shows_every_figure():
+    "Not only the first one, during which the backend is loaded"
+    from nbclient import NotebookClient
+    from nbformat.v4 import new_code_cell, new_notebook
+    draw = 'import matplotlib.pyplot as plt\nfrom fedbook.results import style\nwith style(): plt.subplots()[1].plot([1,2])'
+    nb = NotebookClient(new_notebook(cells=[new_code_cell(draw), new_code_cell(draw)]), kernel_name='python3').execute()
+    assert ['image/png' in c.outputs[-1].get('data', {}) for c in nb.cells]==[True, True]
+
 def test_one_legend_that_hides_nothing():
     import matplotlib.pyplot as plt
     with R.style():
