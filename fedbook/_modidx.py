@@ -1460,7 +1460,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                               'fedbook.page.card': ('01_foundations/page.html#card', 'fedbook/page.py'),
                               'fedbook.page.chapter': ('01_foundations/page.html#chapter', 'fedbook/page.py'),
                               'fedbook.page.claims': ('01_foundations/page.html#claims', 'fedbook/page.py'),
-                              'fedbook.page.formula': ('01_foundations/page.html#formula', 'fedbook/page.py'),
                               'fedbook.page.inline': ('01_foundations/page.html#inline', 'fedbook/page.py'),
                               'fedbook.page.label': ('01_foundations/page.html#label', 'fedbook/page.py'),
                               'fedbook.page.links': ('01_foundations/page.html#links', 'fedbook/page.py'),
