@@ -227,10 +227,10 @@ def state(
 def cost(
     id:str, # A table's id
     profile:str, # A run of it that is done
-) -> str: # E.g. '763 s on 2 CPU cores (x86_64)'
+) -> str: # E.g. '13 min on 2 CPU cores (x86_64)'
     "How long a run took, in words"
-    s = state(id, profile)
-    return f'{s["seconds"]:.0f} s'+f' on {s["device"]}'*bool(s['device'])
+    s = state(id, profile); t = s['seconds']
+    return (f'{t:.0f} s' if t < 120 else f'{t/60:.0f} min' if t < 7200 else f'{t/3600:.1f} h')+f' on {s["device"]}'*bool(s['device'])
 
 # %% ../nbs/01_foundations/60_runner.ipynb #5198621e
 def index() -> Path: # figures/index.html

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from fedbook.manifest import experiment
 from fedbook.page import badge, card, inline, label, Made, notebook_page, page, ranked, TAGS
-from fedbook.runner import index
+from fedbook.runner import cost, index
 
 ROOT = Path(__file__).resolve().parents[1]
 VOID = {'meta','img','br','input','hr','link'}
@@ -91,6 +91,12 @@ def test_no_formula_of_a_notebook_is_left_as_tex(made):
 
 @pytest.mark.parametrize('verdict,colour', [('holds', 'yes'), ('fails', 'no'), ('holds only under the condition', 'open'), ('not tested: other data', 'open'), ('of older code (8 of 30 pairs)', 'open')])
 def test_a_badge(verdict, colour): assert f'badge {colour}">{re.split(" [(]|:", verdict)[0]}</b>' in badge(verdict)
+
+@pytest.mark.parametrize('seconds,words', [(119, '119 s'), (600, '10 min'), (9845, '2.7 h')])
+def test_a_time_is_easily_read(seconds, words, tmp_path, monkeypatch):
+    monkeypatch.setenv('FEDBOOK_FIGURES', str(tmp_path))
+    run(tmp_path/'000'/'table7'/'smoke', run_json=json.dumps(dict(seconds=seconds)))
+    assert cost('000-table7', 'smoke')==words
 
 def test_a_notebook_that_was_made_again_is_written_again(tmp_path):
     def nb(text): (tmp_path/'notebook.ipynb').write_text(json.dumps(dict(cells=[dict(cell_type='markdown', id='a', metadata={}, source=text)], metadata={}, nbformat=4, nbformat_minor=5)))
