@@ -557,12 +557,15 @@ def select(
 def settle(
     figure, # A matplotlib figure, changed in place
 ):
-    "Look up the palette's colours that lines have by name"
+    "Look up the palette's colours that lines have by name, and keep the places that a layout finds"
     from matplotlib.colors import to_hex
     from matplotlib.lines import Line2D
     for line in figure.findobj(Line2D):
         named = {k: to_hex(c) for k in ('color','markerfacecolor','markeredgecolor') if re.fullmatch(r'C\d+', str(c := getattr(line, f'get_{k}')()))}
         line.set(**named)
+    if figure.get_layout_engine():
+        figure.draw_without_rendering(); figure.set_layout_engine('none')
+        for ax in figure.axes: ax.set_position(np.round(ax.get_position(original=True).bounds, 6))
 
 # %% ../nbs/01_foundations/40_results.ipynb #31fb00df
 @contextmanager

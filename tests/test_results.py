@@ -388,6 +388,18 @@ def test_a_colour_by_name_is_the_palettes_where_it_is_drawn():
     assert ax.lines[0].get_color()=='C1', 'a figure of somebody else stays as it is'
     plt.close('all')
 
+def test_a_layout_is_found_once_and_rounded():
+    import matplotlib.pyplot as plt
+    with R.style():
+        figure,axes = plt.subplots(1, 2, layout='constrained')
+        for ax in axes: ax.set(xlabel='round', title='a')
+        figure.colorbar(axes[0].pcolormesh([[1,2]]), ax=axes)
+    places = [ax.get_position(original=True).bounds for ax in figure.axes]
+    assert len(places)==3 and np.allclose(places, np.round(places, 6), rtol=0, atol=1e-12) and not axes[0].get_window_extent().overlaps(axes[1].get_window_extent())
+    figure.draw_without_rendering()
+    assert [ax.get_position(original=True).bounds for ax in figure.axes]==places
+    plt.close('all')
+
 def test_a_notebook_shows_every_figure():
     "Not only the first one, during which the backend is loaded"
     from nbclient import NotebookClient
