@@ -8,7 +8,7 @@ __all__ = ['FIELDS', 'HEAD', 'ROUNDS', 'ALPHA', 'COLUMNS', 'plain', 'check', 'to
            'forgetting', 'main_metric', 'best_round', 'sign_of', 'value_of', 'score_of', 'chance_level', 'at_chance',
            'markdown', 'html', 'Table', 'signed', 'rounded', 'Comparison', 'provenance', 'notes_of', 'coordinate',
            'grouped', 'check_runs', 'comparison', 'compare_cell', 'cell_verdict', 'p_value', 'Paired', 'paired',
-           'select', 'style', 'save_figure', 'save_outputs']
+           'select', 'settle', 'style', 'legend_beside', 'dots', 'save_figure', 'save_outputs']
 
 # %% ../nbs/01_foundations/40_results.ipynb #80b4acaf
 from contextlib import contextmanager
@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from html import escape
 from itertools import product
 from pathlib import Path
-import errno, json, math, os
+import errno, json, math, os, re
 import numpy as np
 from .data import CATALOGUE
 from .errors import choose, nearest, Refused, require
@@ -553,14 +553,55 @@ def select(
     require(found, f'No run has {where}.')
     return next(iter(grouped(found, list(where)).values()))
 
+# %% ../nbs/01_foundations/40_results.ipynb #ff675d31
+def settle(
+    figure, # A matplotlib figure, changed in place
+):
+    "Look up the palette's colours that lines have by name, and keep the places that a layout finds"
+    from matplotlib.colors import to_hex
+    from matplotlib.lines import Line2D
+    for line in figure.findobj(Line2D):
+        named = {k: to_hex(c) for k in ('color','markerfacecolor','markeredgecolor') if re.fullmatch(r'C\d+', str(c := getattr(line, f'get_{k}')()))}
+        line.set(**named)
+    if figure.get_layout_engine():
+        figure.draw_without_rendering(); figure.set_layout_engine('none')
+        for ax in figure.axes: ax.set_position(np.round(ax.get_position(original=True).bounds, 6))
+
 # %% ../nbs/01_foundations/40_results.ipynb #31fb00df
 @contextmanager
 def style():
     "Inside the block figures have the look of the book, and SVG files the same bytes each time"
-    import matplotlib as mpl, seaborn as sns
+    import matplotlib as mpl, matplotlib.pyplot as plt, seaborn as sns
+    plt.draw_if_interactive() # loads the backend; loaded inside of the block it would show no later figure of a notebook
+    before = plt.get_fignums()
     colours = mpl.rcsetup.cycler('color', sns.color_palette('colorblind'))
     with mpl.rc_context({**sns.axes_style('whitegrid'), **sns.plotting_context('notebook'), 'axes.prop_cycle': colours, 'svg.hashsalt': 'fedbook'}):
         yield
+        for n in set(plt.get_fignums()).difference(before): settle(plt.figure(n))
+
+# %% ../nbs/01_foundations/40_results.ipynb #7a55ac73
+def legend_beside(
+    figure, # A matplotlib figure, best with `layout='constrained'`; its axes lose the legends that they have
+    title:str='', # Above the names
+    **styles:str, # Line styles to explain, by name, e.g. `printed=':'`
+): # The legend
+    "One legend for all axes of `figure`, to their right, each name once"
+    from matplotlib.lines import Line2D
+    known = {name: h for ax in figure.axes for h,name in zip(*ax.get_legend_handles_labels())}
+    for old in filter(None, (ax.get_legend() for ax in figure.axes)): old.remove()
+    known |= {k: Line2D([], [], color='grey', ls=s) for k,s in styles.items()}
+    return figure.legend(known.values(), known, title=title, loc='center left', bbox_to_anchor=(1, .5))
+
+# %% ../nbs/01_foundations/40_results.ipynb #153e7506
+def dots(
+    ax, # Matplotlib axes
+    at:list, # Heights, one for each mean
+    values:list, # The seeds' values behind each mean; none where nothing was run
+    **how, # Passed to `ax.errorbar`, e.g. `label`
+): # What `ax.errorbar` returns
+    "Means of `values` with their 95 % intervals, across `ax`"
+    mean,low,high = np.array([interval(v) if len(v) else (math.nan,)*3 for v in values], float).T
+    return ax.errorbar(mean, at, xerr=np.nan_to_num([mean-low, high-mean]), fmt='o', ms=5, capsize=3, **how)
 
 # %% ../nbs/01_foundations/40_results.ipynb #16be42f0
 def save_figure(

@@ -29,6 +29,17 @@ def test_cells_are_short(nb):
     lines = sorted(map(length, code(nb)))
     assert not lines or lines[int(.9*(len(lines)-1))] <= 12
 
+@pytest.mark.parametrize('nb', [p for p in NBS if p.parent.name=='02_methods' and '_chapter_' not in p.stem], ids=lambda p: p.stem)
+def test_a_method_ends_with_a_picture_beside_fedavg(nb):
+    last = [c for c in cells(nb) if c['cell_type']=='code'][-1]
+    assert re.search(r'^beside_fedavg\(', ''.join(last['source']), re.M), 'its last code cell calls beside_fedavg'
+    assert any('image/png' in o.get('data', {}) for o in last['outputs']), 'the picture is not stored: execute the notebook'
+
+@pytest.mark.parametrize('nb', [p for p in NBS if p.parent!=ROOT/'nbs'], ids=lambda p: p.stem)
+def test_links_to_notebooks_lead_to_one(nb):
+    prose = '\n'.join(''.join(c['source']) for c in cells(nb) if c['cell_type']=='markdown')
+    for link in re.findall(r'\]\(([^)#:]+\.ipynb)', prose): assert (nb.parent/link).exists(), link
+
 def test_package_matches_notebooks(tmp_path):
     for d in ('nbs','fedbook'): shutil.copytree(ROOT/d, tmp_path/d, ignore=shutil.ignore_patterns('__pycache__'))
     for f in ('settings.ini','pyproject.toml'): shutil.copy(ROOT/f, tmp_path/f)

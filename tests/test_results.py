@@ -376,6 +376,61 @@ def test_a_table_that_compares_nothing_is_saved_as_well(tmp_path):
     t = R.Table(pd.DataFrame(dict(a=[1])), 'Title.', provenance=dict(profile='smoke'))
     assert [f.name for f in R.save_outputs(tmp_path, t)]==['table.md','table.html','numbers.csv','provenance.json'] and json.loads((tmp_path/'provenance.json').read_text())==dict(profile='smoke')
 
+def test_a_colour_by_name_is_the_palettes_where_it_is_drawn():
+    import matplotlib.pyplot as plt, seaborn as sns
+    from matplotlib.colors import to_hex
+    outside,ax = plt.subplots(); ax.plot([1,2], color='C1')
+    with R.style():
+        figure,axes = plt.subplots(); axes.plot([1,2], 'o-', color='C1', markeredgecolor='C2', label='a'); key = axes.legend()
+    wanted = [to_hex(c) for c in sns.color_palette('colorblind')]
+    line = axes.lines[0]
+    assert (line.get_color(), line.get_markerfacecolor(), line.get_markeredgecolor())==(wanted[1], wanted[1], wanted[2]) and key.get_lines()[0].get_color()==wanted[1]
+    assert ax.lines[0].get_color()=='C1', 'a figure of somebody else stays as it is'
+    plt.close('all')
+
+def test_a_layout_is_found_once_and_rounded():
+    import matplotlib.pyplot as plt
+    with R.style():
+        figure,axes = plt.subplots(1, 2, layout='constrained')
+        for ax in axes: ax.set(xlabel='round', title='a')
+        figure.colorbar(axes[0].pcolormesh([[1,2]]), ax=axes)
+    places = [ax.get_position(original=True).bounds for ax in figure.axes]
+    assert len(places)==3 and np.allclose(places, np.round(places, 6), rtol=0, atol=1e-12) and not axes[0].get_window_extent().overlaps(axes[1].get_window_extent())
+    figure.draw_without_rendering()
+    assert [ax.get_position(original=True).bounds for ax in figure.axes]==places
+    plt.close('all')
+
+def test_a_notebook_shows_every_figure():
+    "Not only the first one, during which the backend is loaded"
+    from nbclient import NotebookClient
+    from nbformat.v4 import new_code_cell, new_notebook
+    draw = 'import matplotlib.pyplot as plt\nfrom fedbook.results import style\nwith style(): plt.subplots()[1].plot([1,2])'
+    nb = NotebookClient(new_notebook(cells=[new_code_cell(draw), new_code_cell(draw)]), kernel_name='python3').execute()
+    assert ['image/png' in c.outputs[-1].get('data', {}) for c in nb.cells]==[True, True]
+
+def test_one_legend_that_hides_nothing():
+    import matplotlib.pyplot as plt
+    with R.style():
+        figure,axes = plt.subplots(1, 2, layout='constrained')
+        for ax in axes:
+            for name in ('A','B'): ax.plot([1,2], label=name)
+            ax.legend()
+        key = R.legend_beside(figure, 'method', printed=':')
+    figure.draw_without_rendering()
+    assert [t.get_text() for t in key.get_texts()]==['A','B','printed'] and [l.get_linestyle() for l in key.get_lines()]==['-','-',':'] and key.get_title().get_text()=='method'
+    assert not any(ax.get_legend() for ax in axes) and not any(key.get_window_extent().overlaps(ax.get_window_extent()) for ax in axes)
+    plt.close('all')
+
+def test_dots_and_their_arms():
+    import matplotlib.pyplot as plt
+    figure,ax = plt.subplots()
+    points,caps,(arms,) = R.dots(ax, [0,1,2], [[40., 41., 45.], [7.], []], label='ours')
+    mean,low,high = R.interval([40., 41., 45.])
+    assert points.get_xdata()[:2].tolist()==[mean, 7.] and math.isnan(points.get_xdata()[2])
+    ends = [s[:,0].tolist() for s in arms.get_segments()[:2]]
+    assert ends[0]==pytest.approx([low, high]) and ends[1]==[7., 7.]
+    plt.close('all')
+
 def test_style_leaves_no_trace():
     import matplotlib as mpl
     before,blue = dict(mpl.rcParams),mpl.colors.to_rgb('b')

@@ -70,6 +70,17 @@ def test_rows_of_code_that_is_as_good_as_the_older_count(tmp_path, monkeypatch):
     rows = [dict(method='fedavg', code=c, setting=dict(data=c, method=dict(name='fedavg'), protocol={}, local={}, partition=dict(name='iid'))) for c in 'abx']
     assert [s['data'] for s in samples(rows, dict(fedavg='b'))]==['a','b']
 
+def test_a_change_in_a_later_stage_is_seen(tmp_path, monkeypatch):
+    monkeypatch.setattr(E, 'UNCHANGED', tmp_path/'unchanged.json'); E.UNCHANGED.write_text('{}')
+    after = [dict(method=dict(name='proximalft', mu=.5), protocol=dict(rounds=2, per_round=3, personal_every=1))]
+    setting = Setting('fashion_mnist_mini', method=dict(name='fedavg'), partition=dict(name='iid', n_clients=3), personal=True, protocol=dict(rounds=3, per_round=3), after=after).settings()
+    name,pull = 'fedavg then proximalft','g + self.mu*(w-w0)'
+    for where,now,before,equal in (('a', *SAME[1:], True), ('b', pull, pull.replace('self', '1.001*self'), False)):
+        old,said = rewritten(older(tmp_path/where), SAME[0] if equal else 'methods/posthoc.py', now, before),[]
+        [code] = map(json.loads, answers(old, [name]))
+        found = compare(old, [dict(method='fedavg', code=code, setting=setting)], said.append)
+        assert (found=={code: E.Case({}, Setting(**setting)).code()})==equal and said==[f'{name:16} {int(equal)} of 1 settings equal']
+
 def test_what_is_as_good_is_found_through_several_changes():
     assert E.equivalent_codes('c', dict(a='b', b='c', x='y'))==['c','b','a'] and E.equivalent_codes('a', dict(a='b'))==['a'] and E.equivalent_codes('a', dict(a='b', b='a'))==['a','b']
 
