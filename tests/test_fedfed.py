@@ -1,10 +1,11 @@
 "FedFed: stage 2 against its oracle on the pool that stage 1 made, the losses of stage 1 against the oracle's formulas, what travels when, and what it is without a pool."
 from dataclasses import replace
+import warnings
 import numpy as np, pytest, torch
 from torch import nn
 import oracles_001 as P
 from fedbook.client import one_by_one
-from fedbook.engines import Processes, stacked, Traced
+from fedbook.engines import FellBack, Processes, stacked, Traced
 from fedbook.errors import Refused
 from fedbook.federation import begin, client_view, Federation
 from fedbook.method import FedAvg, LocalTraining, method
@@ -113,12 +114,13 @@ def test_what_is_shared_is_what_the_autoencoder_leaves_out():
 
 @pytest.mark.parametrize('engine', [Traced, stacked, lambda: Processes(2)], ids=['traced','stacked','processes'])
 def test_images_on_every_engine(engine):
-    net = Classifier(nn.Sequential(nn.Conv2d(1, 2, 3, padding=1), nn.ReLU(), nn.Flatten()), nn.Linear(2*36, 3)).double()
-    fed = federation(method('fedfed', distilling=1), SGD(.1, .9))
-    images = fed.data.x.new_tensor(np.random.default_rng(0).normal(size=(43, 1, 6, 6)))
+    net = Classifier(nn.Sequential(nn.Conv2d(1, 2, 3, padding=1), nn.ReLU(), nn.Flatten()), nn.Linear(2*36, 3))
+    fed = federation(method('fedfed', distilling=1, lr1=1e-6), SGD(.1, .9)) # AdamW makes steps of this size of gradients of any
+    images = torch.from_numpy(np.random.default_rng(0).normal(size=(43, 1, 6, 6))).float()
     fed = Federation(fed.method, Net(net), replace(fed.data, x=images, test=(images, fed.data.y)), fed.local, fed.protocol, seed=1)
-    (a,_),(b,_) = run(fed, engine=engine()),run(fed)
-    for k,v in flatten(a['server']).items(): torch.testing.assert_close(v, flatten(b['server'])[k], rtol=1e-8, atol=1e-8)
+    with warnings.catch_warnings(): warnings.simplefilter('error', FellBack); a,_ = run(fed, engine=engine())
+    b,_ = run(fed)
+    for k,v in flatten(a['server']).items(): torch.testing.assert_close(v, flatten(b['server'])[k], rtol=1e-4, atol=1e-4)
 
 def test_mosaics_keep_single_images_apart_and_samples_that_are_none():
     x = torch.arange(5.)[:,None,None,None].expand(5, 1, 4, 4)
@@ -127,4 +129,4 @@ def test_mosaics_keep_single_images_apart_and_samples_that_are_none():
 
 def test_bad_input():
     with pytest.raises(Refused, match='distilling'): method('fedfed', distilling=0)
-    with pytest.raises(Refused, match='head'): replace(federation(FedAvg(), SGD(.1)), method=method('fedfed'), net=Net(nn.Linear(6, 3).double()))
+    with pytest.raises(Refused, match='head'): replace(federation(FedAvg(), SGD(.1)), method=method('fedfed'), net=Net(nn.Sequential(nn.Linear(6, 3)).double()))

@@ -32,7 +32,7 @@ class VAE(nn.Module):
         mu,logvar = self.encoder(x).chunk(2, 1)
         z = mu+(logvar/2).exp()*torch.randn_like(mu) if self.training else mu
         found = self.decoder(z)
-        if x.dim()==4 and found.shape!=x.shape: found = nn.functional.interpolate(found, x.shape[2:])
+        if found.dim()==4 and found.shape!=x.shape: found = nn.functional.interpolate(found, x.shape[2:])
         return found.view(x.shape), mu, logvar
 
 # %% ../../nbs/02_methods/6c_fedfed.ipynb #b07c927d
@@ -86,7 +86,8 @@ class Distiller(Classifier):
 def distiller(
     net:Net, # Of a `Classifier`
 ) -> Net:
-    "The network with an autoencoder that fits its first layer; raises `Refused` for a first layer of another kind"
+    "The network with an autoencoder that fits its first layer; raises `Refused` for one without a head or such a layer"
+    require(isinstance(net.module, Classifier), 'FedFed needs a network of a body and a head; make one with Classifier.of(module, head="name of the last layer").')
     first = next((m for m in net.module.modules() if isinstance(m, (nn.Conv2d, nn.Linear))), None)
     require(first, 'FedFed needs a network that begins with a convolution or a linear layer, to know what its autoencoder must take.')
     vae = convolutional(first.in_channels) if isinstance(first, nn.Conv2d) else linear(first.in_features)
