@@ -82,8 +82,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                   'fedbook/chapters/pfededit.py'),
                                            'fedbook.chapters.pfededit.n_layers': ( '02_methods/chapter_pfededit.html#n_layers',
                                                                                    'fedbook/chapters/pfededit.py'),
-                                           'fedbook.chapters.pfededit.there': ( '02_methods/chapter_pfededit.html#there',
-                                                                                'fedbook/chapters/pfededit.py'),
                                            'fedbook.chapters.pfededit.ways': ( '02_methods/chapter_pfededit.html#ways',
                                                                                'fedbook/chapters/pfededit.py')},
             'fedbook.chapters.ptalos': { 'fedbook.chapters.ptalos.Differences': ( '02_methods/chapter_ptalos.html#differences',
