@@ -463,6 +463,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                'fedbook.files.permitted': ('01_foundations/files.html#permitted', 'fedbook/files.py'),
                                'fedbook.files.writing': ('01_foundations/files.html#writing', 'fedbook/files.py')},
             'fedbook.ledger': { 'fedbook.ledger.Line': ('01_foundations/ledger.html#line', 'fedbook/ledger.py'),
+                                'fedbook.ledger.Line.tested': ('01_foundations/ledger.html#line.tested', 'fedbook/ledger.py'),
                                 'fedbook.ledger.Line.theory': ('01_foundations/ledger.html#line.theory', 'fedbook/ledger.py'),
                                 'fedbook.ledger.evidence': ('01_foundations/ledger.html#evidence', 'fedbook/ledger.py'),
                                 'fedbook.ledger.grounds': ('01_foundations/ledger.html#grounds', 'fedbook/ledger.py'),

@@ -41,6 +41,8 @@ class Line:
 
     @property
     def theory(self): return 'where' in self.rest # A statement, proved or refuted
+    @property
+    def tested(self): return not self.verdict.startswith('not tested') # Some tables lack a claim's cells
 
 # %% ../nbs/01_foundations/56_ledger.ipynb #feb5e5ae
 def line(
@@ -62,7 +64,7 @@ def ledger(
     found = [(e, f) for e in experiments().values() if (f := evidence(e, figures))]
     def rows(f):
         with (f/'claims.csv').open(encoding='utf-8', newline='') as s: return list(csv.DictReader(s))
-    return [line(e, f, r) for e,f in found for r in rows(f) if not r['verdict'].startswith('not tested')]
+    return [line(e, f, r) for e,f in found for r in rows(f)]
 
 # %% ../nbs/01_foundations/56_ledger.ipynb #759bfba9
 WORDS = ('holds','fails','undecided','of older code')
@@ -80,7 +82,7 @@ def tally(
 ) -> Counter: # One of `WORDS` to the number of claims
     "How many claims hold, fail, are undecided, or wait for a new run"
     def claim(l): return l.experiment.id,l.claim
-    mine = sorted((l for l in lines if not l.theory), key=claim)
+    mine = sorted((l for l in lines if l.tested and not l.theory), key=claim)
     return Counter(word([l.verdict for l in ls]) for _,ls in groupby(mine, claim))
 
 # %% ../nbs/01_foundations/56_ledger.ipynb #d13f2f67
@@ -99,9 +101,9 @@ def scores(
 ) -> list: # As `HEADER`
     "A paper's row of the scoreboard"
     mine = [l for l in lines if l.experiment.id.startswith(p.id)]
-    known,found = {(l.experiment.id, l.claim) for l in mine},tally(mine)
+    known,found = {(l.experiment.id, l.claim) for l in mine if l.tested},tally(mine)
     waiting = [c for c in claims() if c.table.startswith(p.id) and (c.table, c.text) not in known]
-    return [p.short, found.total(), *(found[w] for w in WORDS), len(waiting)]
+    return [p.short, sum(found[w] for w in WORDS[:3]), *(found[w] for w in WORDS), len(waiting)]
 
 # %% ../nbs/01_foundations/56_ledger.ipynb #da5ed711
 def scoreboard(
