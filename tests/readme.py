@@ -39,7 +39,8 @@ def moved(text:str, folder:Path, page:str) -> str:
     pages = {ROOT/'nbs'/n: ROOT/p for p,n in PAGES.items()}
     def link(m):
         to = Path(os.path.normpath(folder/m[1]))
-        return f']({os.path.relpath(pages.get(to, to), (ROOT/page).parent)}{m[2]})'
+        anchor = m[2].lower() if to in pages else m[2] # of a heading, as GitHub names it
+        return f']({os.path.relpath(pages.get(to, to), (ROOT/page).parent)}{anchor})'
     return re.sub(r'\]\((?!\w+:)([^)#]+)(#[^)]*|)\)', link, text)
 
 def fresh(page:str) -> tuple: # The page and its notebook
