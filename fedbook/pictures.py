@@ -10,7 +10,7 @@ import numpy as np
 from matplotlib.lines import Line2D
 from seaborn import color_palette
 from .errors import choose
-from .results import Comparison, interval, style
+from .results import Comparison, style
 
 # %% ../nbs/01_foundations/43_pictures.ipynb #d8dd654d
 def dots(
@@ -56,8 +56,8 @@ def curve(
     *style, # As for `ax.plot`
     **line, # As for `ax.plot`
 ):
-    "The mean of some curves and, for several seeds, its 95 % interval as a band"
+    "The mean of some curves and, for several seeds, their range as a band"
     rounds = sorted(set.intersection(*map(set, curves)))
-    mean,low,high = interval([[c[r] for c in curves] for r in rounds])
-    [drawn] = ax.plot(rounds, mean, *style, **line)
-    if low is not None: ax.fill_between(rounds, low, high, color=drawn.get_color(), alpha=.15, lw=0)
+    values = np.array([[c[r] for c in curves] for r in rounds])
+    [drawn] = ax.plot(rounds, values.mean(1), *style, **line)
+    if len(curves) > 1: ax.fill_between(rounds, values.min(1), values.max(1), color=drawn.get_color(), alpha=.12, lw=0)
