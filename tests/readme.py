@@ -1,10 +1,12 @@
-"README.md is the front page notebook as Markdown: `python tests/readme.py` writes it, a test compares."
-import re
+"The pages that are notebooks as Markdown, README.md first: `python tests/readme.py` writes them, a test compares."
+import os, re
 from pathlib import Path
 import nbformat
 from nbclient import NotebookClient
 
 ROOT = Path(__file__).resolve().parents[1]
+PAGES = {'README.md': 'index.ipynb', 'USING.md': '00_tutorials/using.ipynb', 'figures/claims.md': '06_ledgers/claims.ipynb',
+    'figures/theorems.md': '06_ledgers/theorems.ipynb', 'figures/speed.md': '06_ledgers/speed.ipynb'}
 
 def shown(output:dict) -> str:
     "One stored output as Markdown"
@@ -22,11 +24,33 @@ def markdown(nb:dict) -> str:
         out += [source] if c['cell_type']=='markdown' else [code, *map(shown, c['outputs'])]
     return '\n\n'.join(o for o in out if o)+'\n'
 
-def fresh() -> str:
-    "What README.md should be: tables made now from the files they show, other outputs as stored in the front page"
-    nb = nbformat.read(ROOT/'nbs'/'index.ipynb', 4)
+def made(notebook:Path) -> dict:
+    "A notebook whose hidden cells, the tables, are run now; other outputs as stored"
+    nb = nbformat.read(notebook, 4)
     tables = nbformat.v4.new_notebook(cells=[c for c in nb.cells if c.cell_type=='code' and 'echo: false' in c.source])
-    NotebookClient(tables, kernel_name='python3', resources=dict(metadata=dict(path=ROOT/'nbs'))).execute()
-    return markdown(nb)
+    if tables.cells: NotebookClient(tables, kernel_name='python3', resources=dict(metadata=dict(path=notebook.parent))).execute()
+    for c in tables.cells:
+        c.execution_count,c.metadata = None,{}
+        for o in c.outputs: o.execution_count = None
+    return nb
 
-if __name__=='__main__': (ROOT/'README.md').write_text(fresh())
+def moved(text:str, folder:Path, page:str) -> str:
+    "Links from a notebook's folder as links from its page; to a notebook that is a page, to that page"
+    pages = {ROOT/'nbs'/n: ROOT/p for p,n in PAGES.items()}
+    def link(m):
+        to = Path(os.path.normpath(folder/m[1]))
+        anchor = m[2].lower() if to in pages else m[2] # of a heading, as GitHub names it
+        return f']({os.path.relpath(pages.get(to, to), (ROOT/page).parent)}{anchor})'
+    return re.sub(r'\]\((?!\w+:)([^)#]+)(#[^)]*|)\)', link, text)
+
+def fresh(page:str) -> tuple: # The page and its notebook
+    "What a page should be"
+    notebook = ROOT/'nbs'/PAGES[page]
+    nb = made(notebook)
+    return moved(markdown(nb), notebook.parent, page),nb
+
+if __name__=='__main__':
+    for page in PAGES:
+        text,nb = fresh(page)
+        (ROOT/page).write_text(text)
+        nbformat.write(nb, ROOT/'nbs'/PAGES[page])

@@ -35,7 +35,7 @@ def test_a_method_ends_with_a_picture_beside_fedavg(nb):
     assert re.search(r'^beside_fedavg\(', ''.join(last['source']), re.M), 'its last code cell calls beside_fedavg'
     assert any('image/png' in o.get('data', {}) for o in last['outputs']), 'the picture is not stored: execute the notebook'
 
-@pytest.mark.parametrize('nb', [p for p in NBS if p.parent!=ROOT/'nbs'], ids=lambda p: p.stem)
+@pytest.mark.parametrize('nb', NBS, ids=lambda p: p.stem)
 def test_links_to_notebooks_lead_to_one(nb):
     prose = '\n'.join(''.join(c['source']) for c in cells(nb) if c['cell_type']=='markdown')
     for link in re.findall(r'\]\(([^)#:]+\.ipynb)', prose): assert (nb.parent/link).exists(), link

@@ -1,14 +1,15 @@
 "The files that describe the project agree with each other."
 import ast, configparser, json, re, shlex, subprocess, sys, tomllib
 from pathlib import Path
-import pytest, yaml
+import nbformat, pytest, yaml
+from readme import fresh, PAGES
 
 ROOT = Path(__file__).resolve().parents[1]
 INI = configparser.ConfigParser(); INI.read(ROOT/'settings.ini'); INI = INI['DEFAULT']
 TOML = tomllib.loads((ROOT/'pyproject.toml').read_text())
 PROJECT,NBDEV = TOML['project'],TOML['tool']['nbdev']
 FLOORS = ['errors', 'files streams settings', 'sources tensors compat wire', 'data partition models optim tasks memory shifts published segmentation', 'features', 'method', 'methods', 'federation', 'client replies evaluate', 'rounds', 'trace workers', 'engines', 'results papers manifest claims pictures',
-          'experiments', 'beside chapters theory unchanged', 'page', 'runner', 'queue', 'cli']
+          'experiments', 'beside chapters theory unchanged', 'page', 'ledger', 'runner', 'queue', 'cli']
 
 def plain(x): return dict(true=True, false=False).get(x.lower(), x) if isinstance(x, str) else x
 
@@ -71,6 +72,25 @@ def test_importing_fedbook_is_light():
     code = 'import sys, fedbook; print(sorted({"torch","timm","pandas","matplotlib","numpy"} & set(sys.modules)))'
     assert subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, check=True).stdout.strip()=='[]'
 
-def test_readme_is_the_front_page():
-    from readme import fresh
-    assert (ROOT/'README.md').read_text()==fresh(), 'run: make readme'
+@pytest.mark.parametrize('page', PAGES)
+def test_a_page_is_its_notebook(page):
+    text,nb = fresh(page)
+    assert (ROOT/page).read_text()==text and nbformat.read(ROOT/'nbs'/PAGES[page], 4)==nb, 'run: make readme'
+
+def anchors(page):
+    "The headings of a page or notebook, as links name them"
+    text = page.read_text()
+    if page.suffix=='.md': return {re.sub(r'[^\w -]', '', h).lower().replace(' ', '-') for h in re.findall(r'^#+ (.*)', text, re.M)}
+    prose = ''.join(''.join(c['source'])+'\n' for c in json.loads(text)['cells'] if c['cell_type']=='markdown')
+    return {h.replace(' ', '-') for h in re.findall(r'^#+ (.*)', prose, re.M)}
+
+@pytest.mark.parametrize('page', [*PAGES, 'CONTRIBUTING.md'])
+def test_links_of_a_page_lead_somewhere(page):
+    links = re.findall(r'\]\((?!\w+:)([^)#]*)(?:#([^)]*))?\)', (ROOT/page).read_text())
+    assert links
+    for to,anchor in links:
+        there = (ROOT/page).parent/to
+        assert there.exists(), to
+        assert not anchor or anchor in anchors(there), f'{to}#{anchor}'
+
+def test_the_front_page_is_short(): assert len((ROOT/'README.md').read_text().splitlines()) <= 100

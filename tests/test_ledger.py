@@ -1,0 +1,49 @@
+"The ledger counts what the tables' files say, once per claim."
+import pytest
+from fedbook.claims import claims
+from fedbook.ledger import evidence, grounds, HEADER, ledger, scoreboard, tally, theorems, word
+from fedbook.manifest import experiments, root
+
+COMMITTED = ledger(root()/'figures')
+
+def put(folder, where, *rows, head='claim,variant,verdict'):
+    (folder/where).mkdir(parents=True)
+    (folder/where/'claims.csv').write_text('\n'.join([head, *rows])+'\n')
+
+def test_the_highest_profile_counts_and_smoke_never(tmp_path):
+    e = experiments()['000-table7']
+    put(tmp_path, '000/table7/smoke', 'a,intended,holds'); assert evidence(e, tmp_path) is None
+    put(tmp_path, '000/table7/laptop-changed-1a2b3c', 'a,intended,holds'); assert ledger(tmp_path)==[]
+    for p in ('laptop','overnight','paper'):
+        put(tmp_path, f'000/table7/{p}', 'a,intended,holds')
+        assert evidence(e, tmp_path).name==p
+
+@pytest.mark.parametrize('rows,found', [
+    (['a,intended,holds', 'a,released,holds'], dict(holds=1)), (['a,intended,holds', 'a,released,fails'], dict(undecided=1)),
+    (['a,intended,holds', 'b,intended,holds'], dict(holds=2)), (['a,intended,holds', 'a,released,not tested'], dict(holds=1)),
+    (['a,intended,not tested: its cells have different backbones or data'], {}), (['"M, intended: a",,holds', '"M, released: a",,fails'], dict(undecided=1)),
+    (['a,intended,fails', 'a,released,of older code (2 of 3 pairs)'], {'of older code': 1}), (['a,intended,undecided (1 of 2 pairs)', 'a,released,diverged'], dict(undecided=1))])
+def test_a_claim_is_counted_once(rows, found, tmp_path):
+    put(tmp_path, '000/table7/laptop', *rows)
+    assert tally(ledger(tmp_path))==found
+
+def test_the_same_words_in_two_tables_are_two_claims(tmp_path):
+    for t in ('table6','table7'): put(tmp_path, f'000/{t}/laptop', 'a,intended,holds')
+    assert tally(ledger(tmp_path))==dict(holds=2)
+
+def test_theorems_are_no_claims(tmp_path):
+    put(tmp_path, '002/lemma43/laptop', 'Lemma 4.3,a,holds only under the condition', head='where,claim,verdict')
+    assert not tally(ledger(tmp_path)) and theorems(ledger(tmp_path))=={'holds only under the condition': 1}
+
+def test_the_scoreboard_adds_up():
+    *rows,total = scoreboard(COMMITTED)
+    for r in [*rows, total]: assert len(r)==len(HEADER) and r[1]==sum(r[2:5])
+    assert total[1:]==[sum(c) for c in zip(*(r[1:] for r in rows))] and total[1]+total[5]==tally(COMMITTED).total()
+
+def test_verdicts_are_on_claims_that_are_written_down():
+    "Else a claim would be counted as tested and as not tested"
+    known = {(c.table, c.text) for c in claims()}
+    assert {(l.experiment.id, l.claim) for l in COMMITTED if not l.theory and '-table' in l.experiment.id} <= known
+
+def test_a_verdict_says_what_it_rests_on():
+    assert all(grounds(l)!='–' for l in COMMITTED if l.tested and not l.theory)
