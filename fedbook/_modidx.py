@@ -827,6 +827,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                         'fedbook.methods.fedfed.FedFed': ('02_methods/fedfed.html#fedfed', 'fedbook/methods/fedfed.py'),
                                         'fedbook.methods.fedfed.FedFed.aggregate': ( '02_methods/fedfed.html#fedfed.aggregate',
                                                                                      'fedbook/methods/fedfed.py'),
+                                        'fedbook.methods.fedfed.FedFed.aggregate_buffers': ( '02_methods/fedfed.html#fedfed.aggregate_buffers',
+                                                                                             'fedbook/methods/fedfed.py'),
                                         'fedbook.methods.fedfed.FedFed.finish': ( '02_methods/fedfed.html#fedfed.finish',
                                                                                   'fedbook/methods/fedfed.py'),
                                         'fedbook.methods.fedfed.FedFed.init': ( '02_methods/fedfed.html#fedfed.init',

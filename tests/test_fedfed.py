@@ -122,6 +122,19 @@ def test_images_on_every_engine(engine):
     b,_ = run(fed)
     for k,v in flatten(a['server']).items(): torch.testing.assert_close(v, flatten(b['server'])[k], rtol=1e-4, atol=1e-4)
 
+def test_statistics_travel_with_the_part_that_they_belong_to():
+    "Of BatchNorm: the autoencoder's and the critic's in stage 1 and the scored model's in stage 2, merged uniformly there"
+    net = Classifier(nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4)), nn.Linear(4, 3)).double()
+    fed = federation(method('fedfed', distilling=1), SGD(.1)); fed = Federation(fed.method, Net(net), fed.data, fed.local, fed.protocol, seed=1)
+    state,ids = begin(fed),range(4)
+    for r,names in ((-2, ('vae','critic')), (-1, ('vae','critic')), (0, MODEL)):
+        replies = one_by_one(fed, state, ids, r)
+        assert all(a['buffers'].keys()==part(fed.net.buffers(), *names).keys() for a in replies)
+        old,(state,_) = state['buffers'],server_round(fed, state, dict.fromkeys(ids, 1), replies, r)
+        assert state['buffers'].keys()==old.keys() and same(part(state['buffers'], *(MODEL if r < 0 else ('vae','critic'))), part(old, *(MODEL if r < 0 else ('vae','critic'))))
+    k = 'body.1.running_mean'
+    torch.testing.assert_close(state['buffers'][k], torch.stack([a['buffers'][k] for a in replies]).mean(0))
+
 def test_mosaics_keep_single_images_apart_and_samples_that_are_none():
     x = torch.arange(5.)[:,None,None,None].expand(5, 1, 4, 4)
     assert mosaics(x)[0,0].tolist()==[[0,0,4,4], [0,0,4,4], [3,3,2,2], [3,3,2,2]]

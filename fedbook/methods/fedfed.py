@@ -185,15 +185,20 @@ class FedFed(FedAvg):
         return LOSSES[c.phase](self, lambda name, x: c.logits(w, (name, x)), batch['x'], batch['y'], c)
 
     def finish(self, w, c):
-        kept = {str(k): s for k,s in c.states.items() if s}
-        if c.round < 0: return dict(w=part(w, *FIRST), **(dict(shared=shared(self, c)) if c.round==-1 else {})), kept if c.round < -1 else {}
+        names,kept = (SECOND if c.round >= 0 else FIRST),{str(k): s for k,s in c.states.items() if s}
+        mine = dict(shared=shared(self, c)) if c.round==-1 else {}
         if 'told' in c.memory: c.message = dict(w=c.message['w']) # the pool is sent but once
-        return dict(w=part(w, *SECOND)), dict(kept, told=torch.ones(()))
+        c.buffers = part(c.buffers, *names) # the statistics that travel
+        return dict(w=part(w, *names), **mine), {} if c.round==-1 else kept if c.round < -1 else dict(kept, told=torch.ones(()))
 
     def aggregate(self, state, messages, weights):
         r = state['next']['round']
         mean = weighted_mean([m['w'] for m in messages], weights if r < 0 else [1]*len(messages))
         pool = dict(pool={k: torch.cat([m['shared'][k] for m in messages]) for k in ('x','y')}) if r==-1 else {}
         return dict(state, w=filled(state['w'], state['w'], mean), next=dict(round=r+1), **pool)
+
+    def aggregate_buffers(self, old, buffers, weights):
+        alone = not part(buffers[0], *FIRST) # stage 2
+        return {**old, **super().aggregate_buffers(old, buffers, [1]*len(buffers) if alone else weights)}
 
     def personal(self, c): return filled(c.net.weights(), c.net.weights(), c.message['w'])
