@@ -815,6 +815,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                        'fedbook.methods.fedfa.augmented': ('02_methods/fedfa.html#augmented', 'fedbook/methods/fedfa.py'),
                                        'fedbook.methods.fedfa.between': ('02_methods/fedfa.html#between', 'fedbook/methods/fedfa.py'),
                                        'fedbook.methods.fedfa.emphasis': ('02_methods/fedfa.html#emphasis', 'fedbook/methods/fedfa.py'),
+                                       'fedbook.methods.fedfa.layers_of': ('02_methods/fedfa.html#layers_of', 'fedbook/methods/fedfa.py'),
                                        'fedbook.methods.fedfa.moved': ('02_methods/fedfa.html#moved', 'fedbook/methods/fedfa.py'),
                                        'fedbook.methods.fedfa.stages': ('02_methods/fedfa.html#stages', 'fedbook/methods/fedfa.py'),
                                        'fedbook.methods.fedfa.variance': ('02_methods/fedfa.html#variance', 'fedbook/methods/fedfa.py')},

@@ -72,7 +72,7 @@ def test_traced_steps_are_one_by_one(name, module, local, engine):
     for precision,bound in ((lambda f: f, 1e-5), (precise, 1e-10)):
         fed = precision(federation(fitting(name), module=MODULES[module](), local=LOCALS[local]))
         (a,rows),(b,rows_b) = run(fed),run(fed, engine=ROUNDING[engine]())
-        if (name, module) in (('perfedavg','batchnorm'), ('fedfa','batchnorm')) and bound > 1e-9: bound *= 100 # BatchNorm of two samples, three passes deep or of maps that were moved far
+        if (name, module)==('perfedavg','batchnorm') and bound > 1e-9: bound *= 100 # BatchNorm of two samples, three passes deep
         assert distance(models(a, name), models(b, name)) < bound and distance(a, b) < 100*bound # differences of models have fewer digits
         assert [r[:3] for r in rows]==[r[:3] for r in rows_b]
         assert np.allclose([r[3] for r in rows if 'loss' in r[2]], [r[3] for r in rows_b if 'loss' in r[2]], rtol=1e-4)

@@ -93,6 +93,8 @@ def test_its_layers_follow_the_stages_and_the_weights_stay():
     fed = Federation(method('fedfa'), Net(build('cnn', channels=[2, 3], hidden=[4])), maps(FedAvg()).data.__class__(torch.zeros(8, 1, 28, 28), torch.arange(8)%2, [range(4), range(4, 8)], (torch.zeros(2, 1, 28, 28), torch.arange(2))), protocol=Protocol(1, 2))
     assert [k for k in fed.net.buffers() if k.endswith('.mu')]==['body.pool1.ffa.mu','body.pool2.ffa.mu']
     assert fed.method.network(fed.net) is fed.net
+    other = method('fedfa', p=.9).network(fed.net)
+    assert other.module.body.pool1.ffa.p==.9 and fed.net.module.body.pool1.ffa.p==.5
 
 def test_a_network_without_maps_is_refused():
     fed = maps(FedAvg())

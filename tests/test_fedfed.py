@@ -115,7 +115,7 @@ def test_what_is_shared_is_what_the_autoencoder_leaves_out():
 @pytest.mark.parametrize('engine', [Traced, stacked, lambda: Processes(2)], ids=['traced','stacked','processes'])
 def test_images_on_every_engine(engine):
     net = Classifier(nn.Sequential(nn.Conv2d(1, 2, 3, padding=1), nn.ReLU(), nn.Flatten()), nn.Linear(2*36, 3))
-    fed = federation(method('fedfed', distilling=1, lr1=1e-6), SGD(.1, .9)) # AdamW makes steps of this size of gradients of any
+    fed = federation(method('fedfed', distilling=1), SGD(.1, .9))
     images = torch.from_numpy(np.random.default_rng(0).normal(size=(43, 1, 6, 6))).float()
     fed = Federation(fed.method, Net(net), replace(fed.data, x=images, test=(images, fed.data.y)), fed.local, fed.protocol, seed=1)
     with warnings.catch_warnings(): warnings.simplefilter('error', FellBack); a,_ = run(fed, engine=engine())

@@ -32,7 +32,7 @@ def with_blocks(wanted, *layers):
 def with_maps(m):
     "The same layers behind a convolution of 2×3 pixels, for a method that looks at feature maps"
     body,like = getattr(m, 'body', m),next(m.parameters())
-    with seeded(0, 'maps'): front = dict(image=nn.Unflatten(1, (2, 3, 1)), conv=nn.Conv2d(2, 2, 1), flat=nn.Flatten())
+    with seeded(0, 'maps'): front = dict(image=nn.Unflatten(1, (2, 3, 1)), conv=nn.Conv2d(2, 2, 1, bias=False), flat=nn.Flatten())
     body = nn.Sequential(OrderedDict({**front, **dict(body.named_children())})).to(like)
     return Classifier(body, m.head) if isinstance(m, Classifier) else body
 

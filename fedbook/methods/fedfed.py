@@ -36,12 +36,14 @@ class VAE(nn.Module):
         return found.view(x.shape), mu, logvar
 
 # %% ../../nbs/02_methods/6c_fedfed.ipynb #b07c927d
-def block(layer, c): return nn.Sequential(layer, nn.BatchNorm2d(c), nn.ReLU())
+def block(layer, *sizes): # no bias before BatchNorm: its gradient would be rounding, along which AdamW steps
+    return nn.Sequential(layer(*sizes, bias=False), nn.BatchNorm2d(sizes[1]), nn.ReLU())
 
 def convolutional(c:int, width:int=16, z:int=8) -> VAE: # For images of `c` channels; z numbers at a quarter of the height and width
     "Two steps down and two up"
-    down = nn.Sequential(block(nn.Conv2d(c, width, 4, 2, 1), width), block(nn.Conv2d(width, 2*width, 4, 2, 1), 2*width), nn.Conv2d(2*width, 2*z, 3, 1, 1))
-    up = nn.Sequential(block(nn.ConvTranspose2d(z, 2*width, 4, 2, 1), 2*width), block(nn.ConvTranspose2d(2*width, width, 4, 2, 1), width), nn.Conv2d(width, c, 3, 1, 1))
+    conv,back = nn.Conv2d,nn.ConvTranspose2d
+    down = nn.Sequential(block(conv, c, width, 4, 2, 1), block(conv, width, 2*width, 4, 2, 1), conv(2*width, 2*z, 3, 1, 1))
+    up = nn.Sequential(block(back, z, 2*width, 4, 2, 1), block(back, 2*width, width, 4, 2, 1), conv(width, c, 3, 1, 1, bias=False))
     return VAE(down, nn.Sequential(up, nn.BatchNorm2d(c)))
 
 def linear(d:int, width:int=64, z:int=8) -> VAE: # For samples of `d` numbers
