@@ -208,7 +208,7 @@ def status() -> list[str]: # Lines
     return [head] + [f'    {e.id:12} {e.profile:9} {"stopped" if e.state=="running" and not works else e.state:8} {left(e)}'.rstrip() for e in about['entries']]
 
 # %% ../nbs/01_foundations/61_queue.ipynb #55077050
-def place(id:str, profile:str) -> str: # Words for `fedbook list`
-    "What the queue does about a table"
+def place(id:str, profile:str) -> str: # 'waiting' or 'running', for `fedbook list`
+    "What the queue does about a table; empty where it does nothing"
     mine = [e for e in load()['entries'] if (e.id, e.profile)==(id, profile) and e.state in ('waiting','running')]
-    return f'; in the queue: {mine[0].state} {left(mine[0])}'.rstrip() if mine else ''
+    return mine[0].state if mine else ''

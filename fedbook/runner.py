@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['Job', 'plan', 'changed', 'notebook_parameters', 'check_parameters', 'check_values', 'run_job', 'forget_paths',
-           'execute', 'reason', 'worker', 'reproduce', 'clear', 'show_progress', 'state', 'cost', 'index']
+           'manager', 'execute', 'reason', 'worker', 'reproduce', 'clear', 'show_progress', 'state', 'duration', 'cost',
+           'index']
 
 # %% ../nbs/01_foundations/60_runner.ipynb #b59ad034
 from concurrent.futures import ProcessPoolExecutor, wait
@@ -120,6 +121,15 @@ def forget_paths(
     for k in ('input_path','output_path'): made['metadata']['papermill'][k] = Path(made['metadata']['papermill'][k]).name.strip('.')
     nb.write_text(json.dumps(made, indent=1))
 
+# %% ../nbs/01_foundations/60_runner.ipynb #5938458a
+def manager() -> type: # For papermill
+    "A manager of kernels that ends them without an interrupt"
+    from jupyter_client import AsyncKernelManager
+    class Manager(AsyncKernelManager):
+        async def _async_interrupt_kernel(self):
+            if not self.shutting_down: await super()._async_interrupt_kernel()
+    return Manager
+
 # %% ../nbs/01_foundations/60_runner.ipynb #ecfd0af7
 def execute(
     job:Job, # What to make
@@ -132,7 +142,7 @@ def execute(
     logging.getLogger('papermill').setLevel(logging.ERROR)
     with tempfile.TemporaryDirectory(prefix='fb') as d:
         papermill.execute_notebook(str(job.notebook), str(to), job.parameters, kernel_name='python3', language='python', cwd=str(job.notebook.parent),
-            progress_bar=False, autosave_cell_every=30, execution_timeout=job.timeout,
+            kernel_manager_class=manager(), progress_bar=False, autosave_cell_every=30, execution_timeout=job.timeout,
             config=Config(KernelManager=dict(transport='ipc', ip=f'{d}/k')))
 
 # %% ../nbs/01_foundations/60_runner.ipynb #fb5d1731
@@ -223,14 +233,21 @@ def state(
     if (folder/'failed.ipynb').exists(): return dict(state='failed')
     return dict(state='stopped' if (folder/'rows.jsonl').exists() else 'not run')
 
+# %% ../nbs/01_foundations/60_runner.ipynb #6b5bc00e
+def duration(
+    t:float, # Seconds
+) -> str: # E.g. '13 min'
+    "A time in the largest unit that keeps two digits"
+    return f'{t:.0f} s' if t < 120 else f'{t/60:.0f} min' if t < 7200 else f'{t/3600:.1f} h'
+
 # %% ../nbs/01_foundations/60_runner.ipynb #44f7aea9
 def cost(
     id:str, # A table's id
     profile:str, # A run of it that is done
 ) -> str: # E.g. '13 min on 2 CPU cores (x86_64)'
     "How long a run took, in words"
-    s = state(id, profile); t = s['seconds']
-    return (f'{t:.0f} s' if t < 120 else f'{t/60:.0f} min' if t < 7200 else f'{t/3600:.1f} h')+f' on {s["device"]}'*bool(s['device'])
+    s = state(id, profile)
+    return duration(s['seconds'])+f' on {s["device"]}'*bool(s['device'])
 
 # %% ../nbs/01_foundations/60_runner.ipynb #5198621e
 def index() -> Path: # figures/index.html

@@ -57,7 +57,7 @@ def test_a_picture_without_provenance_is_done(tmp_path, monkeypatch):
     monkeypatch.setenv('FEDBOOK_FIGURES', str(tmp_path))
     (tmp_path/'000'/'figure1'/'smoke').mkdir(parents=True); (tmp_path/'000'/'figure1'/'smoke'/'run.json').write_text('{"seconds": 2}')
     assert state('000-figure1', 'smoke')==dict(state='done', seconds=2, device='') and state('000-figure1', 'laptop')==dict(state='not run')
-    assert '    smoke     done     2 s of computing\n' in fedbook('list', FEDBOOK_FIGURES=tmp_path).stdout
+    assert re.search(r'^000-figure1 .* ✓ 2 s +· +·$', fedbook('list', FEDBOOK_FIGURES=tmp_path).stdout, re.M)
 
 def test_a_notebook_without_data_takes_other_parameters(): assert (job := plan(['002-figure6'], 'smoke', dict(draws=9))[0]).parameters==dict(profile=job.profile, draws=9)
 
@@ -103,7 +103,7 @@ def break_it(nb): nb['cells'][1]['source'] = ['raise RuntimeError("broken on pur
 def test_a_failed_table_is_said_and_the_exit_code_is_1(tmp_path):
     p = fedbook('reproduce', '000-table6', cwd=checkout(tmp_path, break_it), FEDBOOK_FIGURES=tmp_path/'f')
     assert p.returncode==1 and 'FAILED' in p.stdout and 'broken on purpose' in p.stdout
-    assert 'smoke     failed' in fedbook('list', FEDBOOK_FIGURES=tmp_path/'f').stdout
+    assert re.search('^000-table6 .* failed ', fedbook('list', FEDBOOK_FIGURES=tmp_path/'f').stdout, re.M)
 
 def numbers(folder):
     "The rows without what may differ between two runs"
@@ -129,8 +129,8 @@ def test_a_table_through_papermill(whole):
     assert 'changed: rounds = 12' in table, 'a profile with other parameters says so'
     assert '6 of 6 runs to do, about' in said and 'index.html' in said and 'figure.svg' in (to/'index.html').read_text()
     listed = fedbook('list', FEDBOOK_FIGURES=to).stdout
-    assert f'{FOLDER.name} done' in listed and 'smoke   done' not in listed
-    assert fedbook('show', '000-table6', FEDBOOK_FIGURES=to).stdout.startswith(table)
+    assert re.search(f'^  {FOLDER.name} +✓', listed, re.M) and not re.search('^000-table6 .*✓', listed, re.M)
+    assert '4       intended  accuracy  68.65' in fedbook('show', '000-table6', FEDBOOK_FIGURES=to).stdout
 
 def test_a_second_run_computes_nothing(whole):
     rows = whole[0]/FOLDER/'rows.jsonl'
@@ -194,3 +194,67 @@ def test_a_finished_notebook_does_not_say_where_it_was_made(tmp_path):
     forget_paths(nb)
     made = json.loads(nb.read_text())
     assert made['cells'][0]['outputs'][0]['text']=='fedbook/rounds.py:1: SetAside' and made['metadata']['papermill']==dict(input_path='b.ipynb', output_path='d.ipynb')
+
+def test_fedbook_alone_says_in_three_lines_where_to_start():
+    p = fedbook()
+    lines = p.stdout.splitlines()
+    assert p.returncode==0 and len(lines)==3 and not p.stderr
+    assert [l.split()[1] for l in lines]==['quickstart','list','show']
+
+@pytest.mark.parametrize('columns', [80, 100, 200])
+def test_the_list_has_one_row_a_table_and_fits_the_terminal(columns):
+    from fedbook.manifest import experiments, PROFILES
+    head,*lines = fedbook('list', COLUMNS=columns).stdout.splitlines()
+    assert head.split()[-len(PROFILES):]==[*PROFILES]
+    assert [l.split()[0] for l in lines if re.match(r'00\d-', l)]==[*experiments()]
+    assert max(map(len, [head, *lines])) <= columns
+
+def test_the_list_gives_the_time_of_what_is_done():
+    row = next(l for l in fedbook('list', COLUMNS=100, FEDBOOK_FIGURES=ROOT/'figures').stdout.splitlines() if l.startswith('000-table7 '))
+    assert '✓ 14 min' in row
+
+def shown(id, columns, *more): return fedbook('show', id, *more, COLUMNS=columns, FEDBOOK_FIGURES=ROOT/'figures').stdout
+
+def test_a_table_is_shown_with_its_claims_first():
+    said = shown('000-table7', 100)
+    claim,verdict,table = (said.index(w) for w in ('More classes per client are better', 'released  undecided: leans to yes, 3 seeds, about 5 needed', '35.06'))
+    assert said.startswith('Claims') and claim < verdict < table
+
+@pytest.mark.parametrize('id', ['000-table7','002-costs','002-theorem44','003-figure2'])
+@pytest.mark.parametrize('columns', [80, 120])
+def test_a_table_is_aligned_to_the_terminal(id, columns):
+    long = [l for l in shown(id, columns).splitlines() if len(l) > columns and str(ROOT) not in l]
+    assert not long and '| --- |' not in shown(id, columns)
+
+def test_a_long_table_is_cut_and_says_how_to_see_all():
+    some,all_ = shown('000-table7', 120),shown('000-table7', 120, '--all')
+    assert '28 of 48 rows are left out. To see all:\n    fedbook show 000-table7 --profile laptop --all' in some and '66.91' not in some
+    assert 'left out' not in all_ and '66.91' in all_
+
+def test_nothing_of_a_cell_is_lost_in_a_narrow_terminal():
+    from fedbook.cli import aligned
+    rows = [['computed twice', '83.7%'], ['a', '100.0%']]
+    lines = aligned([['what it is', 'share'], *rows], 15).splitlines()
+    assert max(map(len, lines)) <= 15 and {w for r in rows for c in r for w in c.split()} <= set(' '.join(lines).split())
+
+def test_the_quickstart_says_first_how_long_it_takes(monkeypatch, capsys):
+    from fedbook import cli, runner
+    monkeypatch.setattr(runner, 'reproduce', lambda *a: print('begun') or [dict(status='FAILED')])
+    assert cli.main(['quickstart'])==1
+    said,begun = capsys.readouterr().out.splitlines()
+    assert re.search(r'about \d+ seconds', said) and begun=='begun'
+
+SLOW = """
+k = get_ipython().kernel; answer = k.shell_handlers['kernel_info_request']
+async def slow(*a):
+    import time
+    await answer(*a); time.sleep(1)
+k.shell_handlers['kernel_info_request'] = slow
+"""
+
+def test_a_kernel_that_still_ends_its_last_message_is_not_interrupted(tmp_path, capfd):
+    "The notebook is done; an interrupt would only be reported as an error"
+    parameters = new_code_cell('x = 1'); parameters.metadata['tags'] = ['parameters']
+    nbformat.write(new_notebook(cells=[parameters, new_code_cell(SLOW)]), tmp_path/'a.ipynb')
+    result = run_job(Job('a', 'smoke', tmp_path/'a.ipynb', dict(x=2), tmp_path/'out', 30))
+    assert result['status']=='ok' and 'KeyboardInterrupt' not in ''.join(capfd.readouterr())
