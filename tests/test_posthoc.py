@@ -223,8 +223,8 @@ def test_a_shared_model_is_scored_once():
     rows = run_in_lockstep([rounds_of(fed)], answer)[0][1]
     assert asked==[[0]]*EPOCHS and len(rows_of(rows, 'on_'))==16
 
-@pytest.mark.parametrize('tests', [None, [[0], [1], [], [2]]])
-def test_cross_scores_need_samples_of_each(tests):
+@pytest.mark.parametrize('tests', [None, [[0], [], [], []]])
+def test_cross_scores_need_samples_of_two(tests):
     fed = stage_of(FT())
     with pytest.raises(Refused, match='personal=True'): replace(fed, data=replace(fed.data, test_clients=tests), protocol=Protocol(1, 4, cross=5))
 

@@ -57,7 +57,7 @@ def test_what_cannot_be_run_is_said_and_the_rest_goes_on(project):
     assert code==0 and [e['state'] for e in entries(project)]==['skipped','skipped'] and 'cifar100' in entries(project)[0]['why'], out
 
 def test_a_full_disk(project, monkeypatch):
-    monkeypatch.chdir(project); monkeypatch.setattr(Q, 'FREE', 2**60)
+    (project/'.queue').mkdir(exist_ok=True); monkeypatch.chdir(project); monkeypatch.setattr(Q, 'FREE', 2**60)
     e = Q.Entry('000-table6', 'smoke'); Q.make(e, project/'.queue'/'checkout')
     assert e.state=='skipped' and 'MB left' in e.why
 
