@@ -15,7 +15,8 @@ import math
 import numpy as np
 from .errors import choose, require
 from .papers import asset, printed, printed_ids
-from .results import ALPHA, at_chance, centre, coordinate, curve_of, grouped, Paired, paired, score_of, select, sign_of, signed, stand_ins, Table
+from .results import ALPHA, at_chance, centre, coordinate, curve_of, grouped, Paired, paired, score_of, select, sign_of, signed, stand_ins
+from .tables import Table
 from .tasks import METRICS
 
 # %% ../nbs/01_foundations/42_claims.ipynb #b836da53

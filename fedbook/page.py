@@ -108,7 +108,7 @@ def table(
     "The numbers of a run, folded"
     if not (folder/'table.html').exists(): return ''
     text = inline((folder/'table.html').read_text(encoding='utf-8'))
-    n = text.count('<tr>')-1
+    n = text.partition('<tbody>')[2].count('<tr>')
     boxed = text.replace('<table>', '<div class="box" tabindex="0"><table>').replace('</table>', '</table></div>')
     return f'<details><summary>Table, {n} {"row" if n==1 else "rows"}</summary>{boxed}</details>'
 

@@ -6,14 +6,13 @@
 __all__ = ['FIELDS', 'HEAD', 'ROUNDS', 'ALPHA', 'COLUMNS', 'plain', 'check', 'torn', 'last_line', 'open_locked', 'append',
            'write_whole', 'read', 'tidy', 'stand_ins', 'centre', 'interval', 'side', 'verdict', 'curve_of',
            'forgetting', 'main_metric', 'best_round', 'sign_of', 'value_of', 'score_of', 'chance_level', 'at_chance',
-           'markdown', 'html', 'Table', 'signed', 'rounded', 'Comparison', 'provenance', 'notes_of', 'coordinate',
-           'grouped', 'check_runs', 'comparison', 'compare_cell', 'cell_verdict', 'p_value', 'Paired', 'paired',
-           'select', 'settle', 'style', 'legend_beside', 'dots', 'save_figure', 'save_outputs']
+           'signed', 'rounded', 'Comparison', 'provenance', 'notes_of', 'coordinate', 'grouped', 'check_runs',
+           'shape_of', 'comparison', 'compare_cell', 'cell_verdict', 'p_value', 'Paired', 'paired', 'select', 'settle',
+           'style', 'legend_beside', 'dots', 'save_figure', 'save_outputs']
 
 # %% ../nbs/01_foundations/40_results.ipynb #80b4acaf
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from html import escape
 from itertools import product
 from pathlib import Path
 import errno, json, math, os, re
@@ -21,6 +20,7 @@ import numpy as np
 from .data import CATALOGUE
 from .errors import choose, nearest, Refused, require
 from .files import writing
+from .tables import grid_html, grid_markdown, grid_of, legend_of, Shape, Table
 from .tasks import main_of, METRICS, metric_of
 
 # %% ../nbs/01_foundations/40_results.ipynb #46424df5
@@ -312,44 +312,6 @@ def at_chance(
     found = [value_of(r, main_metric(runs), at) for r in runs]
     return bool(found) and None not in found and bool(np.mean(found) <= chance_level(runs)+above)
 
-# %% ../nbs/01_foundations/40_results.ipynb #5afce5bd
-def markdown(
-    header:list, # Column names
-    rows:list, # Lists of as many values
-) -> str: # Without a final line break
-    "A Markdown table"
-    def line(r): return '| ' + ' | '.join(str(c).replace('|', r'\|').replace('\n', ' ') for c in r) + ' |'
-    return '\n'.join([line(header), line(['---']*len(header)), *map(line, rows)])
-
-# %% ../nbs/01_foundations/40_results.ipynb #6b7eeb78
-def html(
-    header:list, # Column names
-    rows:list, # Lists of as many values
-) -> str: # Without a final line break
-    "An HTML table"
-    def line(tag, r): return '<tr>'+''.join(f'<{tag}>{escape(str(c))}</{tag}>' for c in r)+'</tr>'
-    return '\n'.join(['<table>', f'<thead>{line("th", header)}</thead>', '<tbody>', *(line('td', r) for r in rows), '</tbody>', '</table>'])
-
-# %% ../nbs/01_foundations/40_results.ipynb #d0666a07
-@dataclass
-class Table:
-    "A DataFrame with a title above and notes below"
-    frame:object # DataFrame
-    title:str='' # One sentence
-    notes:list[str] = field(default_factory=list) # Where the numbers come from
-    provenance:dict = field(default_factory=dict) # What the runs were, as JSON
-
-    def texts(self): return self.frame.astype(str) # as shown
-    def to_markdown(self):
-        body = markdown(self.frame.columns, self.texts().values.tolist())
-        return '\n\n'.join(p for p in (self.title and f'**{self.title}**', body, '\n'.join(f'- {n}' for n in self.notes)) if p)+'\n'
-    def to_html(self):
-        body = html(self.frame.columns, self.texts().values.tolist())
-        notes = ''.join(f'<li>{escape(n)}</li>\n' for n in self.notes)
-        return (f'<p><strong>{escape(self.title)}</strong></p>\n' if self.title else '')+body+f'\n<ul>\n{notes}</ul>\n'
-    def _repr_markdown_(self): return self.to_markdown()
-    def _repr_html_(self): return self.to_html()
-
 # %% ../nbs/01_foundations/40_results.ipynb #4bb4bc4a
 def signed(
     mean:float, # A difference, NaN where a run has diverged
@@ -374,15 +336,15 @@ def rounded(
 # %% ../nbs/01_foundations/40_results.ipynb #5efe18d6
 @dataclass
 class Comparison(Table):
-    "Printed and own values, one row per cell and metric; `frame` holds them unrounded"
+    "Printed and own values; `frame` holds them unrounded, one row per cell and metric, and `shape` says how they are shown"
+    shape:Shape=None # The paper's
     def texts(self): return rounded(self.frame)
-    def wide(self, metric):
-        "One row per cell: printed value, our mean with its interval, verdict"
-        choose(metric, list(dict.fromkeys(self.frame['metric'])), 'metric in this table')
-        t = self.texts()[list(self.frame['metric'] == metric)]
-        ends = [f' [{a}, {b}]' if a != '–' else '' for a,b in zip(t['low'], t['high'])]
-        t = t.assign(ours=t['ours']+ends).rename(columns={'ours': 'ours [95 %]'})
-        return Table(t.drop(columns=['metric','low','high','difference']), f'{self.title} {metric.capitalize()}.'.strip(), self.notes)
+    def grid(self):
+        kinds = [k for k in self.frame.columns if k not in {*self.shape.down, *self.shape.across, *COLUMNS}]
+        return grid_of(self.frame.to_dict('records'), self.texts().to_dict('records'), self.shape, kinds)
+    def in_markdown(self): return grid_markdown(self.grid())
+    def in_html(self): return grid_html(self.grid())
+    def legend(self): return legend_of(self.grid())
 
 # %% ../nbs/01_foundations/40_results.ipynb #58dbce7e
 def provenance(
@@ -443,6 +405,21 @@ def check_runs(
     known = {m: m for r in records for _,_,m,_ in r['rows']}
     for m in metrics if records else (): choose(m, known, 'metric in these runs')
 
+# %% ../nbs/01_foundations/40_results.ipynb #a7de9ff8
+def shape_of(
+    printed, # As `comparison` takes it
+    index:list[str], # Coordinates of a cell
+    metrics:list[str], # Metrics that are compared
+) -> Shape:
+    "How a comparison is laid out"
+    signs = {m: sign_of(m) for m in metrics}
+    if isinstance(printed, list): return Shape(index, ['metric'], signs=signs)
+    down = [k for k in printed.down or index if k in {*index, 'metric'}]
+    across = [k for k in index if k not in down]
+    if 'metric' not in down and (len(metrics) > 1 or not across): across.append('metric')
+    bold = frozenset((*(c[k] for k in index), m) for c,b in zip(printed.cells, printed.bold) for m in b)
+    return Shape(down, across, printed.columns, signs, printed.block, index, bold)
+
 # %% ../nbs/01_foundations/40_results.ipynb #997b8bea
 def comparison(
     records:list[dict], # Runs of one table and profile
@@ -466,7 +443,8 @@ def comparison(
     places = dict.fromkeys([c+k for c,k in product(by_cell, kinds)] + list(groups))
     rows = [[*p, *compare_cell(groups.get(p, {}), by_cell.get(p[:len(index)], {}), m, at)] for p,m in product(places, metrics)]
     about = provenance(records) | dict(at=at) | (dict(by=main_metric(records)) if at=='validation' else {})
-    return Comparison(pd.DataFrame(rows, columns=keys+COLUMNS), getattr(printed, 'title', ''), notes_of(about), about)
+    title = '' if isinstance(printed, list) else printed.heading
+    return Comparison(pd.DataFrame(rows, columns=keys+COLUMNS), title, notes_of(about), about, shape_of(printed, index, metrics))
 
 # %% ../nbs/01_foundations/40_results.ipynb #9d59a321
 COLUMNS = ['metric','printed','ours','n','low','high','difference','verdict']

@@ -161,7 +161,7 @@ def worker(
     rerun:bool=True, # Shall its notebooks run what is missing?
 ):
     "What a worker process does first: one thread for its kernels, and an end when its parent has ended"
-    os.environ.update(FEDBOOK_CORES=str(cores), FEDBOOK_RERUN=str(int(rerun)), OMP_NUM_THREADS='1', MKL_NUM_THREADS='1', TQDM_DISABLE='1', PYDEVD_DISABLE_FILE_VALIDATION='1')
+    os.environ.update(FEDBOOK_CORES=str(cores), FEDBOOK_RERUN=str(int(rerun)), FEDBOOK_REPRODUCES='1', OMP_NUM_THREADS='1', MKL_NUM_THREADS='1', TQDM_DISABLE='1', PYDEVD_DISABLE_FILE_VALIDATION='1')
     parent = os.getppid()
     def watch():
         while os.getppid()==parent: time.sleep(.5)

@@ -12,7 +12,7 @@ __all__ = ['client_heads', 'common_head', 'check', 'haar', 'linear', 'ft_step', 
 import numpy as np
 from .errors import require
 from .papers import asset
-from .results import Table
+from .tables import Table
 
 # %% ../nbs/03_theory/00_theory.ipynb #427ad339
 def client_heads(

@@ -92,5 +92,16 @@ def test_shown_with_the_printed_digits():
 @each
 def test_a_comparison_takes_it(t):
     c = comparison([], t)
-    assert len(c.frame)==len(t.cells)*len(t.metrics) and set(c.frame.verdict)=={'not run'} and t.caption in c.to_markdown()
-    for m in t.metrics: assert c.wide(m).frame['printed'].tolist()[0].startswith(str(t.cells[0][m]))
+    assert len(c.frame)==len(t.cells)*len(t.metrics) and set(c.frame.verdict)=={'not run'} and t.shows in c.to_markdown() and t.caption not in c.to_markdown()
+    assert all(f'{t.cells[0][m]:g}' in c.to_markdown() for m in t.metrics)
+
+@each
+def test_it_is_shown_in_the_papers_shape(t):
+    grid = comparison([], t).grid()
+    assert len(grid.cells)==len(t.cells)*len(t.metrics) and len(grid.rows)*len(grid.columns) >= len(grid.cells)
+    assert sum(c.bold for c in grid.cells.values())==sum(map(len, t.bold))
+
+def test_a_part_of_a_table():
+    t = printed('002-table4')
+    some = t.only(lambda c: c['ratio'] in (.2, .5))
+    assert [c['ratio'] for c in some.cells]==[.2, .5]*2 and len(some.bold)==4 and len(t.cells)==8

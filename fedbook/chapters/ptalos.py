@@ -9,7 +9,7 @@ __all__ = ['DIFFERENCES', 'SENSITIVITY', 'CASES', 'ALGORITHMS', 'Differences', '
 # %% ../../nbs/02_methods/20_chapter_ptalos.ipynb #6e64fd46
 from dataclasses import replace
 from ..experiments import Setting
-from ..results import markdown
+from ..tables import markdown
 
 # %% ../../nbs/02_methods/20_chapter_ptalos.ipynb #49f31649
 DIFFERENCES = [ # what, the paper says, the released code does, fedbook does

@@ -1,0 +1,55 @@
+"What a paper notebook shows at its head."
+import json
+from pathlib import Path
+import matplotlib.pyplot as plt, pytest
+from fedbook.errors import Refused
+from fedbook.evidence import committed, Evidence, small
+from fedbook.manifest import experiments
+
+NOTEBOOKS = Path(__file__).resolve().parents[1]/'nbs'
+
+@pytest.fixture
+def figures(tmp_path, monkeypatch):
+    monkeypatch.setenv('FEDBOOK_FIGURES', str(tmp_path)); monkeypatch.delenv('FEDBOOK_REPRODUCES', raising=False)
+    return tmp_path
+
+def displayed(e, monkeypatch):
+    found = []
+    monkeypatch.setattr('IPython.display.display', lambda x: found.append((type(x).__name__, getattr(x, 'data', x))))
+    e._ipython_display_()
+    return found
+
+def run(figures, profile):
+    folder = figures/'000'/'table7'/profile
+    folder.mkdir(parents=True)
+    (folder/'claims.md').write_text('holds'); (folder/'table.html').write_text(f'<p>{profile}</p>')
+    figure,ax = plt.subplots(); ax.plot([1, 2]); figure.savefig(folder/'figure.png'); plt.close(figure)
+    return folder
+
+def test_the_highest_profile_verdicts_first(figures, monkeypatch):
+    for p in ('smoke','overnight','laptop'): run(figures, p)
+    found = displayed(committed('000-table7'), monkeypatch)
+    assert [k for k,_ in found]==['Markdown','Markdown','Image','HTML'] and found[1][1]=='holds' and found[3][1]=='<p>overnight</p>'
+
+def test_a_smoke_run_is_no_evidence(figures, monkeypatch):
+    run(figures, 'smoke')
+    (_,text), = displayed(committed('000-table7'), monkeypatch)
+    assert 'fedbook reproduce 000-table7 --profile laptop' in text
+
+def test_a_run_of_its_own_does_not_show_an_older_one(figures, monkeypatch):
+    run(figures, 'laptop'); monkeypatch.setenv('FEDBOOK_REPRODUCES', '1')
+    assert len(displayed(committed('000-table7'), monkeypatch))==1
+
+def test_an_unknown_table():
+    with pytest.raises(Refused, match='000-table7'): committed('000-tabel7')
+
+def test_a_small_picture(figures):
+    png = run(figures, 'laptop')/'figure.png'
+    assert small(png)[:4]==b'\x89PNG' and len(small(png)) < png.stat().st_size
+
+@pytest.mark.parametrize('id', [i for i,e in experiments().items() if '04_papers' in e.notebook])
+def test_a_paper_notebook_opens_on_its_evidence(id):
+    notebook = experiments()[id].notebook
+    code = [''.join(c['source']) for c in json.loads((NOTEBOOKS/notebook).read_text())['cells'] if c['cell_type']=='code']
+    shown = [i for i,s in enumerate(code) if f"committed('{id}')" in s]
+    assert shown and shown[0] < 8 and not any('run_cases' in s for s in code[:shown[0]])
