@@ -31,11 +31,13 @@ def candidate_layers(
     names = list(net.weights()) + list(net.buffers())
     def below(m): return [n for n in names if lies_in(n, (m,))]
     def direct(m): return [n for n in below(m) if n.count('.')==m.count('.')+1]
-    if choose(rule, RULES, 'rule')=='released': return {m: below(m) for m,module in net.module.named_modules() if counts(m, module)}
+    if choose(rule, RULES, 'rule')=='released':
+        return {m: below(m) for m,module in net.module.named_modules() if counts(m, module)}
     return {m: direct(m) for m,_ in net.module.named_modules() if m and direct(m)}
 
+# %% ../../nbs/02_methods/60_pfededit.ipynb #85a4d8dc
 def counts(name:str, module:nn.Module) -> bool:
-    "Is a module a layer in the released code? Parts of blocks are, and whatever the body has outside of blocks"
+    "Is a module a layer in the released code? Parts of blocks are, and whatever is in the body outside of blocks"
     depth = name.count('.')+1
     return depth >= 4 or (depth==2 and not list(module.children()) and not isinstance(module, nn.Identity))
 
@@ -67,6 +69,7 @@ def four_cases(
     "Right and r > 0, right and r < 0, wrong and r > 0, wrong and r < 0 (Yuan et al. 2024, Eq. 3)"
     return torch.stack([right & (r>0), right & (r<0), ~right & (r>0), ~right & (r<0)], 1)
 
+# %% ../../nbs/02_methods/60_pfededit.ipynb #85b864ff
 def prediction_list(
     z_edited:Tensor, # Logits of θ*, [n, classes]
     z_local:Tensor, # Logits of θˡ, [n, classes]
@@ -81,7 +84,9 @@ def judged(z_edited:Tensor, z_local:Tensor, y:Tensor) -> dict: # cases, te, accu
     return dict(cases=prediction_list(z_edited, z_local, y), te=te_scores(z_edited, z_local, y).mean().item(),
                 accuracy=int((z_edited.argmax(1)==y).sum()), loss=nn.functional.cross_entropy(z_edited, y).item())
 
-KEYS = dict(cases=lambda s: (*(-n for n in s['cases'][:3]), -s['te']), te=lambda s: -s['te'], accuracy=lambda s: -s['accuracy'], loss=lambda s: s['loss'])
+# %% ../../nbs/02_methods/60_pfededit.ipynb #a854a5b8
+KEYS = dict(cases=lambda s: (*(-n for n in s['cases'][:3]), -s['te']), te=lambda s: -s['te'],
+            accuracy=lambda s: -s['accuracy'], loss=lambda s: s['loss'])
 
 def rank(
     scores:list, # Of `judged`, one for each layer
@@ -110,12 +115,14 @@ def recorded(
     "Write down when modules are called and what they answer"
     calls,clock,begun = {},iter(range(10**9)),[]
     def before(m, x): begun.append(next(clock))
-    def after(m, x, z): calls.setdefault(m, []).append((begun.pop(), next(clock), z.clone() if isinstance(z, Tensor) else None))
+    def after(m, x, z):
+        calls.setdefault(m, []).append((begun.pop(), next(clock), z.clone() if isinstance(z, Tensor) else None))
     hooks = [h for m in module.modules() for h in (m.register_forward_pre_hook(before), m.register_forward_hook(after))]
     try: yield calls
     finally:
         for h in hooks: h.remove()
 
+# %% ../../nbs/02_methods/60_pfededit.ipynb #b3952085
 @contextmanager
 def replayed(
     calls:dict, # Of `recorded`
@@ -139,6 +146,7 @@ def begins(
     m = net.module.get_submodule(layer)
     return calls[m][0][0] if m in calls else begins(net, layer.rpartition('.')[0], calls)
 
+# %% ../../nbs/02_methods/60_pfededit.ipynb #31d1b189
 @torch.no_grad()
 def traversal(
     net:Net, # The network
@@ -151,7 +159,8 @@ def traversal(
     with recorded(net.module) as calls: z = net.logits(w_global, {}, x)
     answers = []
     for layer,names in layers.items():
-        with replayed(calls, begins(net, layer, calls)): answers.append(net.logits(edited(w_global, w_local, [names]), {}, x) if names else z)
+        with replayed(calls, begins(net, layer, calls)):
+            answers.append(net.logits(edited(w_global, w_local, [names]), {}, x) if names else z)
     return torch.stack([*answers, net.logits(w_local, {}, x)])
 
 # %% ../../nbs/02_methods/60_pfededit.ipynb #ca5b7bf2
@@ -162,6 +171,7 @@ def drawn(
     "Layers in the order of chance"
     return stream(c.seed, 'layers', c.round, c.id).permutation(n).tolist()
 
+# %% ../../nbs/02_methods/60_pfededit.ipynb #39a7cdab
 def received(c:Client) -> dict: # Weights and statistics
     "The global model as the client has it"
     return {**c.message['w'], **c.buffers}
@@ -175,9 +185,10 @@ def apart(c:Client, model:dict) -> tuple[dict, dict]:
 class PFedEdit(FedAvg):
     "Take the best k layers of the local model back into the global one (Yuan et al. 2024, Algorithm 1)"
     k: int = setting(4, 'layers that are edited', paper='7 % of 54', released='3 % of 54', low=1)
-    p: float = setting(.1, 'share p of the training samples to judge edits by', paper=.1, released='.1, held out', above=0, high=1)
+    p: float = setting(.1, 'share p of the training samples to judge edits by', paper=.1, released='.1, held out',
+                       above=0, high=1)
     layers: str = 'flexible' # Or `fixed` after the first choice
-    by: str = 'cases' # The measure: `cases`, `te`, `accuracy`, `loss`; or none: `random`, or `norms`, the first that normalise (Figure 2)
+    by: str = 'cases' # One of `KEYS`; or no measure: `random`, or `norms`, the first that normalise (Figure 2)
     rule: str = 'owning' # What counts as a layer: `owning` or `released`
     variant: str = 'intended' # Or `released`
 
@@ -186,7 +197,8 @@ class PFedEdit(FedAvg):
 
     def __post_init__(self):
         super().__post_init__()
-        for k,known in dict(layers=('flexible','fixed'), by=(*KEYS,'random','norms'), rule=RULES, variant=('intended','released')).items(): choose(getattr(self, k), known, k)
+        known = dict(layers=('flexible','fixed'), by=(*KEYS,'random','norms'), rule=RULES, variant=('intended','released'))
+        for k,vs in known.items(): choose(getattr(self, k), vs, k)
 
     def chosen(self, c, layers, local): # their places, [k]
         if 'choice' in c.memory: return c.memory['choice'].tolist()
