@@ -25,7 +25,7 @@ RULES = 'owning','released'
 
 def candidate_layers(
     net:Net, # The network
-    rule:str='owning', # `owning`: modules that directly own parameters; `released`: modules by the depth of their names
+    rule:str='owning', # `owning`: modules that directly own parameters; `released`: by the depth of names
 ) -> dict: # Name of a module to names of its weights and buffers, in the order of the network
     "The layers that may be edited"
     names = list(net.weights()) + list(net.buffers())
@@ -35,9 +35,10 @@ def candidate_layers(
         return {m: below(m) for m,module in net.module.named_modules() if counts(m, module)}
     return {m: direct(m) for m,_ in net.module.named_modules() if m and direct(m)}
 
-# %% ../../nbs/02_methods/60_pfededit.ipynb #85a4d8dc
+# %% ../../nbs/02_methods/60_pfededit.ipynb #c100a53d
 def counts(name:str, module:nn.Module) -> bool:
-    "Is a module a layer in the released code? Parts of blocks are, and whatever is in the body outside of blocks"
+    """Is a module a layer in the released code? Parts of blocks are,
+    and whatever is in the body outside of blocks"""
     depth = name.count('.')+1
     return depth >= 4 or (depth==2 and not list(module.children()) and not isinstance(module, nn.Identity))
 
@@ -69,7 +70,7 @@ def four_cases(
     "Right and r > 0, right and r < 0, wrong and r > 0, wrong and r < 0 (Yuan et al. 2024, Eq. 3)"
     return torch.stack([right & (r>0), right & (r<0), ~right & (r>0), ~right & (r<0)], 1)
 
-# %% ../../nbs/02_methods/60_pfededit.ipynb #85b864ff
+# %% ../../nbs/02_methods/60_pfededit.ipynb #c90b194c
 def prediction_list(
     z_edited:Tensor, # Logits of θ*, [n, classes]
     z_local:Tensor, # Logits of θˡ, [n, classes]
@@ -82,9 +83,10 @@ def prediction_list(
 def judged(z_edited:Tensor, z_local:Tensor, y:Tensor) -> dict: # cases, te, accuracy, loss
     "What an edit is worth by each measure, from logits [n, classes]"
     return dict(cases=prediction_list(z_edited, z_local, y), te=te_scores(z_edited, z_local, y).mean().item(),
-                accuracy=int((z_edited.argmax(1)==y).sum()), loss=nn.functional.cross_entropy(z_edited, y).item())
+                accuracy=int((z_edited.argmax(1)==y).sum()),
+                loss=nn.functional.cross_entropy(z_edited, y).item())
 
-# %% ../../nbs/02_methods/60_pfededit.ipynb #a854a5b8
+# %% ../../nbs/02_methods/60_pfededit.ipynb #ed7a8914
 KEYS = dict(cases=lambda s: (*(-n for n in s['cases'][:3]), -s['te']), te=lambda s: -s['te'],
             accuracy=lambda s: -s['accuracy'], loss=lambda s: s['loss'])
 
@@ -116,13 +118,15 @@ def recorded(
     calls,clock,begun = {},iter(range(10**9)),[]
     def before(m, x): begun.append(next(clock))
     def after(m, x, z):
-        calls.setdefault(m, []).append((begun.pop(), next(clock), z.clone() if isinstance(z, Tensor) else None))
-    hooks = [h for m in module.modules() for h in (m.register_forward_pre_hook(before), m.register_forward_hook(after))]
+        calls.setdefault(m, []).append(
+            (begun.pop(), next(clock), z.clone() if isinstance(z, Tensor) else None))
+    hooks = [h for m in module.modules()
+             for h in (m.register_forward_pre_hook(before), m.register_forward_hook(after))]
     try: yield calls
     finally:
         for h in hooks: h.remove()
 
-# %% ../../nbs/02_methods/60_pfededit.ipynb #b3952085
+# %% ../../nbs/02_methods/60_pfededit.ipynb #253d22ee
 @contextmanager
 def replayed(
     calls:dict, # Of `recorded`
@@ -146,7 +150,7 @@ def begins(
     m = net.module.get_submodule(layer)
     return calls[m][0][0] if m in calls else begins(net, layer.rpartition('.')[0], calls)
 
-# %% ../../nbs/02_methods/60_pfededit.ipynb #31d1b189
+# %% ../../nbs/02_methods/60_pfededit.ipynb #b8bb8a86
 @torch.no_grad()
 def traversal(
     net:Net, # The network
@@ -171,7 +175,7 @@ def drawn(
     "Layers in the order of chance"
     return stream(c.seed, 'layers', c.round, c.id).permutation(n).tolist()
 
-# %% ../../nbs/02_methods/60_pfededit.ipynb #39a7cdab
+# %% ../../nbs/02_methods/60_pfededit.ipynb #51f9cc58
 def received(c:Client) -> dict: # Weights and statistics
     "The global model as the client has it"
     return {**c.message['w'], **c.buffers}
@@ -185,10 +189,11 @@ def apart(c:Client, model:dict) -> tuple[dict, dict]:
 class PFedEdit(FedAvg):
     "Take the best k layers of the local model back into the global one (Yuan et al. 2024, Algorithm 1)"
     k: int = setting(4, 'layers that are edited', paper='7 % of 54', released='3 % of 54', low=1)
-    p: float = setting(.1, 'share p of the training samples to judge edits by', paper=.1, released='.1, held out',
+    p: float = setting(.1, 'share p of the training samples to judge edits by', paper=.1,
+                       released='.1, held out',
                        above=0, high=1)
     layers: str = 'flexible' # Or `fixed` after the first choice
-    by: str = 'cases' # One of `KEYS`; or no measure: `random`, or `norms`, the first that normalise (Figure 2)
+    by: str = 'cases' # One of `KEYS`; or without a measure: `random`, `norms` (Figure 2)
     rule: str = 'owning' # What counts as a layer: `owning` or `released`
     variant: str = 'intended' # Or `released`
 
@@ -197,13 +202,15 @@ class PFedEdit(FedAvg):
 
     def __post_init__(self):
         super().__post_init__()
-        known = dict(layers=('flexible','fixed'), by=(*KEYS,'random','norms'), rule=RULES, variant=('intended','released'))
-        for k,vs in known.items(): choose(getattr(self, k), vs, k)
+        for k,known in dict(layers=('flexible','fixed'), by=(*KEYS,'random','norms'), rule=RULES,
+                            variant=('intended','released')).items(): choose(getattr(self, k), known, k)
 
     def chosen(self, c, layers, local): # their places, [k]
         if 'choice' in c.memory: return c.memory['choice'].tolist()
-        if self.by=='norms': return [t for t,m in enumerate(layers) if m in normalising(c.message['w'])][:self.k]
-        return (drawn(c, len(layers)) if self.by=='random' else rank(self.scores(c, layers, local), self.by))[:self.k]
+        if self.by=='norms':
+            return [t for t,m in enumerate(layers) if m in normalising(c.message['w'])][:self.k]
+        return (drawn(c, len(layers)) if self.by=='random'
+                else rank(self.scores(c, layers, local), self.by))[:self.k]
 
     def scores(self, c, layers, local): # of `judged`, for each layer
         batches = [c.batch(i) for i in representative(c, self.p).split(100)]
@@ -214,7 +221,8 @@ class PFedEdit(FedAvg):
         if 'own' not in c.memory: return received(c),{}
         layers = candidate_layers(c.net, self.rule)
         names,at = list(layers.values()),self.chosen(c, layers, c.memory['own'])
-        return edited(received(c), c.memory['own'], [names[t] for t in at]),dict(choice=torch.tensor(at)) if self.layers=='fixed' else {}
+        return edited(received(c), c.memory['own'],
+                      [names[t] for t in at]),dict(choice=torch.tensor(at)) if self.layers=='fixed' else {}
 
     def start(self, c):
         model,memory = self.edit(c) if self.variant=='intended' else self.haunted(c)
@@ -224,7 +232,8 @@ class PFedEdit(FedAvg):
     def finish(self, w, c):
         own = {**w, **c.buffers}
         if self.variant=='intended': return dict(w=w), dict(c.memory, own=own)
-        sent,c.buffers = apart(c, {k: torch.where(c.memory['kept'][k], c.memory['shadow'][k], t) for k,t in own.items()})
+        sent,c.buffers = apart(c, {k: torch.where(c.memory['kept'][k], c.memory['shadow'][k], t)
+                                   for k,t in own.items()})
         return dict(w=sent), dict(own=own, kept=c.memory['kept'])
 
     def personal(self, c):
@@ -233,11 +242,14 @@ class PFedEdit(FedAvg):
         return w
 
     def escaped(self, c): # released: what was picked before is never overwritten
-        return {k: torch.where(c.memory['kept'][k], c.memory['own'][k], t) if 'own' in c.memory else t for k,t in received(c).items()}
+        return {k: torch.where(c.memory['kept'][k], c.memory['own'][k], t) if 'own' in c.memory else t
+                for k,t in received(c).items()}
 
     def haunted(self, c): # released: the escaped model, with a few layers more that will escape
         new,never = received(c),torch.tensor(False, device=c.own.device)
         if 'own' not in c.memory: return new,dict(shadow=new, kept=dict.fromkeys(new, never))
         names = list(candidate_layers(c.net, self.rule).values())
         picked = {n for t in drawn(c, len(names))[:self.k] for n in names[t]}
-        return self.escaped(c),dict(shadow=edited(new, c.memory['own'], [picked]), kept={k: ~never if k in picked else b for k,b in c.memory['kept'].items()})
+        return self.escaped(c),dict(shadow=edited(new, c.memory['own'], [picked]),
+                                    kept={k: ~never if k in picked else b
+                                          for k,b in c.memory['kept'].items()})
