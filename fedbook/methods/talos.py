@@ -40,7 +40,7 @@ def squared(net:Net, w:dict, buffers:dict, batch:dict) -> dict:
     def loss(w): return F.cross_entropy(net.logits(w, clone(buffers), batch['x'], train=True), batch['y'])
     return {k: g*g*len(batch['y']) for k,g in gradient(loss, w)[0].items()}
 
-# %% ../../nbs/02_methods/10_talos.ipynb #64dabf1a
+# %% ../../nbs/02_methods/10_talos.ipynb #33f2ad67
 SAMPLES_AT_ONCE = 64 # Samples whose gradients are held in memory together
 
 def per_sample(
@@ -122,8 +122,7 @@ def check_calibration(sparsity, rounds, keep, scope, schedule):
 # %% ../../nbs/02_methods/10_talos.ipynb #4be0cb3e
 @dataclass(frozen=True)
 class Masked:
-    """An optimiser that changes only what the mask allows, to the bit; `released`:
-    its weight decay leaks, as in the code of paper 000"""
+    "An optimiser that changes only what the mask allows, to the bit; `released`: its weight decay leaks"
     optimiser: object # With `init` and `update`, as in `fedbook.optim`
     mask: dict # Name to booleans of the weights' shapes, true where a weight trains
     variant: str = 'intended' # or 'released'
@@ -143,7 +142,7 @@ def sparse(w:dict, mask:dict) -> dict: # values and mask
     return dict(values={k: w[k][m] for k,m in some.items()},
                 mask={k: m for k,m in some.items() if not m.all()})
 
-# %% ../../nbs/02_methods/10_talos.ipynb #d1c7e00a
+# %% ../../nbs/02_methods/10_talos.ipynb #3293f275
 def dense(message:dict, base:dict) -> dict: # Name to tensor
     "The inverse of `sparse`, with `base` where the mask is false"
     def filled(k, t):
