@@ -158,7 +158,7 @@ def det(rows:list) -> Tensor: # Of scalars
     if len(rows)==1: return rows[0][0]
     return sum((-1)**j*a*det([r[:j]+r[j+1:] for r in rows[1:]]) for j,a in enumerate(rows[0]))
 
-# %% ../../nbs/02_methods/50_posthoc.ipynb #1e124aa7
+# %% ../../nbs/02_methods/50_posthoc.ipynb #5f837c80
 def volume(
     vertices:list[dict], # At least two models
 ) -> Tensor: # A scalar
@@ -231,7 +231,7 @@ class LPOnly(FT):
     def phases(self, epochs, round): return ('head',)*epochs
     def trains(self, phase): return ('head',) if phase=='head' else ()
 
-# %% ../../nbs/02_methods/50_posthoc.ipynb #d86e74b5
+# %% ../../nbs/02_methods/50_posthoc.ipynb #fb8f78a4
 @dataclass(frozen=True)
 class LPFT(LPOnly):
     "Train the head alone first, then all weights (Kumar et al. 2022; paper 002, section 3.2)"
