@@ -28,13 +28,15 @@ def mixtures(
 class FedSoup(FedAvg):
     "FedAvg whose clients mix in the global models that help them (Chen et al. 2023, Algorithm 1)"
     needs = ('held',)
-    begin: int = setting(75, 'participations of a client before it mixes', paper='0.75 of the rounds', released='0.75 of the rounds', low=0)
+    begin: int = setting(75, 'participations of a client before it mixes', paper='0.75 of the rounds',
+                         released='0.75 of the rounds', low=0)
 
     def client(self, w): return dict(own=w, mean=w, n=torch.zeros(()), times=torch.zeros(()))
 
     def right(self, w, c): # on held-out samples
         b = c.held_out()
-        return c.local.task.metrics(c.local.task.values(c.net.logits(w, c.buffers, b['x']), b['y']))[c.local.task.main]
+        return c.local.task.metrics(c.local.task.values(c.net.logits(w, c.buffers, b['x']),
+                                                        b['y']))[c.local.task.main]
 
     @torch.no_grad()
     def finish(self, w, c):
@@ -43,7 +45,8 @@ class FedSoup(FedAvg):
             r,n = c.message['w'],m['n']
             G = m['mean'] if n > 0 else r
             w,B = mixtures(w, r, G, n)
-            if self.right(B, c) > self.right(w, c): w,m = B,dict(m, mean=tmap(lambda G,r: (n*G + r)/(n+1), G, r), n=n+1)
+            if self.right(B, c) > self.right(w, c):
+                w,m = B,dict(m, mean=tmap(lambda G,r: (n*G + r)/(n+1), G, r), n=n+1)
         return dict(w=w), dict(m, own=w)
 
     def personal(self, c): return c.memory['own']
