@@ -18,15 +18,19 @@ class FedDyn(FedAvg):
     "FedAvg with a linear term per client that cancels its drift (Acar et al. 2021, Algorithm 1)"
     alpha: float = setting(.01, 'strength α of the spring', paper='0.001 to 0.1', released=.01, above=0)
 
-    def server(self, w, n): return dict(super().server(w, n), h=tmap(torch.zeros_like, w), clients=next(iter(w.values())).new_full((), float(n)))
+    def server(self, w, n):
+        return dict(super().server(w, n), h=tmap(torch.zeros_like, w),
+                    clients=next(iter(w.values())).new_full((), float(n)))
     def client(self, w): return dict(linear=tmap(torch.zeros_like, w))
 
     def step(self, g, w, c):
-        return {k: d - c.memory['linear'][k] + self.alpha*(w[k]-c.message['w'][k]) for k,d in super().step(g, w, c).items()}
+        return {k: d - c.memory['linear'][k] + self.alpha*(w[k]-c.message['w'][k])
+                for k,d in super().step(g, w, c).items()}
 
     def finish(self, w, c):
         message,memory = super().finish(w, c)
-        return message, dict(memory, linear=tmap(lambda l,w,old: l - self.alpha*(w-old), memory['linear'], w, c.message['w']))
+        return message, dict(memory, linear=tmap(lambda l,w,old: l - self.alpha*(w-old), memory['linear'],
+                                                 w, c.message['w']))
 
     def aggregate(self, state, messages, weights):
         new,part = super().aggregate(state, messages, [1]*len(messages)),len(messages)/state['clients']
