@@ -13,7 +13,7 @@ from math import ceil
 import torch
 from torch import nn, Tensor
 
-# %% ../../nbs/02_methods/65_heterofl.ipynb #18258b2b
+# %% ../../nbs/02_methods/65_heterofl.ipynb #67ec9607
 from ..errors import choose, require
 from ..method import Client, FedAvg
 from ..memory import kind
@@ -48,12 +48,12 @@ def places(
         if k in names: before = t
     return out
 
-# %% ../../nbs/02_methods/65_heterofl.ipynb #f63a0cab
+# %% ../../nbs/02_methods/65_heterofl.ipynb #fa9dfe2f
 def columns(t, before, rate, start): # of a layer behind another
     pixels = t.shape[1]//len(before) if t.dim()==2 and before.dim() > 2 else 1
     return (window(t.shape[1]//pixels, rate, start)[:,None]*pixels + torch.arange(pixels)).flatten()
 
-# %% ../../nbs/02_methods/65_heterofl.ipynb #ae9f1826
+# %% ../../nbs/02_methods/65_heterofl.ipynb #dd5a4419
 def at(index:tuple, device) -> tuple: # What picks those rows and columns
     rows,*cols = (i.to(device) for i in index)
     return (rows[:,None], *cols) if cols else (rows,)
@@ -85,7 +85,7 @@ def told(window:Tensor) -> tuple[float, int]: # Rate and begin
     rate,start = window.tolist()
     return rate, int(start)
 
-# %% ../../nbs/02_methods/65_heterofl.ipynb #baafd2ff
+# %% ../../nbs/02_methods/65_heterofl.ipynb #a2957450
 def divided(m, x): return (x[0]/m.window[0].to(x[0].dtype),) if m.training else None
 
 # %% ../../nbs/02_methods/65_heterofl.ipynb #159445d6
