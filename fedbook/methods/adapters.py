@@ -93,9 +93,8 @@ class Bottleneck(nn.Module):
     "A layer and what is behind it: x + up(GELU(down(x)))"
     def __init__(self, layer:nn.Linear, width:int):
         super().__init__()
-        self.layer,self.adapter_down,self.adapter_up = layer,nn.Linear(layer.out_features,
-                                                                       width),nn.Linear(width,
-                                                                                        layer.out_features)
+        self.layer,self.adapter_down,self.adapter_up = (layer, nn.Linear(layer.out_features, width),
+                                                        nn.Linear(width, layer.out_features))
         for p in self.adapter_up.parameters(): nn.init.zeros_(p)
 
     def forward(self, x:Tensor) -> Tensor:

@@ -61,8 +61,8 @@ class APFL(FedAvg):
     def update(self, w, g, s, scale, c):
         new,models = super().update(*(without(d, ['alpha']) for d in (w, g)), s['models'], scale, c)
         step = s['first']['first']*c.local.optimiser.lr*scale*g['alpha'] if self.adaptive else 0
-        return dict(new, alpha=(w['alpha']-step).clip(0, 1)), dict(models=models,
-                                                                   first=tmap(torch.zeros_like, s['first']))
+        return (dict(new, alpha=(w['alpha']-step).clip(0, 1)),
+                dict(models=models, first=tmap(torch.zeros_like, s['first'])))
 
     def finish(self, w, c):
         v,w,alpha = divided(w)

@@ -108,8 +108,7 @@ def shared_rows(
 # %% ../../nbs/02_methods/6a_cd2pfed.ipynb #bbb3927c
 @dataclass(frozen=True)
 class CD2pFed(FedAvg):
-    """A growing share of every layer's channels is private, and both halves teach each other (Shen et al.
-    2022)"""
+    "A growing share of each layer's channels is private, and both halves teach each other (Shen et al. 2022)"
     p: float = setting(.5, 'share p of private channels in the end', low=0, high=1)
     rounds: int = setting(100, 'rounds R until then', low=1)
     weight: float = setting(1., 'weight λ of the distillation', low=0)
@@ -147,8 +146,8 @@ class CD2pFed(FedAvg):
     def finish(self, w, c):
         own,division = {**w, **c.buffers},rows(c.message['w'], w)
         c.buffers = front_buffers(c.buffers, division)
-        return dict(w={k: w[k][tuple(slice(n) for n in s.shape)]
-                       for k,s in c.message['w'].items()}), dict(own=own)
+        return (dict(w={k: w[k][tuple(slice(n) for n in s.shape)] for k,s in c.message['w'].items()}),
+                dict(own=own))
 
     def aggregate(self, state, messages, weights):
         new = super().aggregate(state, messages, weights)

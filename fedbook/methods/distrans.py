@@ -44,8 +44,9 @@ def doubled(
     require(isinstance(m, Classifier) and m.n_features,
             'DisTrans puts the features of two views side by side; '
             f'it needs a Classifier whose head has a linear layer, and {type(m).__name__} is none.')
-    head,like = nn.Linear(2*m.n_features, [l.out_features for l in m.head.modules()
-                                           if isinstance(l, nn.Linear)][-1]),next(m.parameters())
+    head,like = (nn.Linear(2*m.n_features,
+                           [l.out_features for l in m.head.modules() if isinstance(l, nn.Linear)][-1]),
+                 next(m.parameters()))
     nn.init.kaiming_uniform_(head.weight); nn.init.zeros_(head.bias)
     return Net(Classifier(Doubled(m.body, a), head, m.name, m.origin).to(like),
                [f'body.{f}' if lies_in(f, ('body',)) else f for f in net.frozen], like.device)
@@ -71,8 +72,8 @@ class DisTrans(FedAvg):
     offset_lr: float = setting(1e-3, 'learning rate of the offset, plain SGD', released=1e-3, above=0)
 
     def network(self, net):
-        return net if isinstance(getattr(net.module, 'body', None),
-                                 Doubled) else doubled(super().network(net), self.a)
+        return (net if isinstance(getattr(net.module, 'body', None), Doubled)
+                else doubled(super().network(net), self.a))
     def send(self, state, i): return dict(w=without(state['w'], [OFFSET]))
     def model(self, c):
         return filled(c.net.weights(), c.message['w'],

@@ -172,8 +172,9 @@ class FedCSPACK(FedAvg):
     # what the server has moved since the client was last there is the server's, the rest its own
     def personal(self, c):
         w = c.message['w']
-        return caught_up(w, c.message['when'], c.memory['own'], c.memory['seen'],
-                         self.size) if 'own' in c.memory else w
+        return (caught_up(w, c.message['when'], c.memory['own'], c.memory['seen'], self.size)
+                if 'own' in c.memory
+                else w)
 
     def finish(self, w, c):
         n,first = -(-sum(t.numel() for t in w.values())//self.size)*self.size,next(iter(w.values()))

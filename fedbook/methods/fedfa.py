@@ -126,6 +126,6 @@ class FedFA(FedAvg):
     def aggregate_buffers(self, old, buffers, weights):
         new = weighted_mean(buffers, [1]*len(buffers))
         for k in (k for k in new if '.ffa.v_' in k):
-            new[k] = between([b[k.replace('.v_', '.')] for b in buffers],
-                             self.variant) if len(buffers) > 1 else old[k]
+            new[k] = (between([b[k.replace('.v_', '.')] for b in buffers], self.variant) if len(buffers) > 1
+                      else old[k])
         return new

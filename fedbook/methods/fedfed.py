@@ -201,8 +201,8 @@ class FedFed(FedAvg):
         x,y = c.message['pool']['x'],c.message['pool']['y']
         at = [torch.from_numpy(drawn_evenly(y.cpu().numpy(), len(own), draw)).to(own.device)
               for _ in range(2)]
-        return torch.stack([own, *(x[j,k] for k,j in enumerate(at))],
-                           1), torch.stack([c.y, *(y[j] for j in at)], 1)
+        return (torch.stack([own, *(x[j,k] for k,j in enumerate(at))], 1),
+                torch.stack([c.y, *(y[j] for j in at)], 1))
 
     def loss(self, w, batch, c):
         if c.phase is None: return super().loss(w, {k: t.flatten(0, 1) for k,t in batch.items()}, c)
@@ -213,14 +213,14 @@ class FedFed(FedAvg):
         mine = dict(shared=shared(self, c)) if c.round==-1 else {}
         if 'told' in c.memory: c.message = dict(w=c.message['w']) # the pool is sent but once
         c.buffers = part(c.buffers, *names) # the statistics that travel
-        return dict(w=part(w, *names),
-                    **mine), {} if c.round==-1 else kept if c.round < -1 else dict(kept, told=torch.ones(()))
+        return (dict(w=part(w, *names), **mine),
+                {} if c.round==-1 else kept if c.round < -1 else dict(kept, told=torch.ones(())))
 
     def aggregate(self, state, messages, weights):
         r = state['next']['round']
         mean = weighted_mean([m['w'] for m in messages], weights if r < 0 else [1]*len(messages))
-        pool = dict(pool={k: torch.cat([m['shared'][k] for m in messages])
-                          for k in ('x','y')}) if r==-1 else {}
+        pool = (dict(pool={k: torch.cat([m['shared'][k] for m in messages]) for k in ('x','y')}) if r==-1
+                else {})
         return dict(state, w=filled(state['w'], state['w'], mean), next=dict(round=r+1), **pool)
 
     def aggregate_buffers(self, old, buffers, weights):

@@ -49,8 +49,7 @@ def limited(
 # %% ../../nbs/02_methods/57_fedl2g.ipynb #27f58151
 @dataclass(frozen=True)
 class FedL2G(FedAvg):
-    """Own models under shared guides of the classes, which are learnt by what they help (Zhang et al.
-    2024, Algorithm 1)"""
+    "Own models under shared class guides, learnt by what they help (Zhang et al. 2024, Algorithm 1)"
     variant: str = 'logits' # What is guided; or 'features'
     server_lr: float = setting(None, 'rate of the server; none: 0.1 for logits, 100 for features',
                                released='0.1 and 100', above=0)
@@ -101,10 +100,10 @@ class FedL2G(FedAvg):
         return '' if fits else 'its rows of gradients are not those of its classes'
 
     def aggregate(self, state, messages, weights):
-        rows,at,g = torch.cat([m['rows']
-                               for m in messages]),torch.cat([m['classes'] for m in messages]),state['guides']
-        total = torch.zeros_like(g).index_add_(0, at,
-                                               rows)/torch.bincount(at, minlength=len(g)).clamp_min(1)[:,None]
+        rows,at,g = (torch.cat([m['rows'] for m in messages]), torch.cat([m['classes'] for m in messages]),
+                     state['guides'])
+        total = (torch.zeros_like(g).index_add_(0, at, rows)
+                 / torch.bincount(at, minlength=len(g)).clamp_min(1)[:,None])
         rate = self.server_lr or dict(logits=.1, features=100.)[self.variant]
         return dict(state, guides=g - rate*limited(dict(g=total), self.most)['g'])
     def personal(self, c): return c.memory['own']

@@ -47,8 +47,8 @@ class FedLAMB(FedAvg):
 
     def start(self, c):
         first = self.variant=='released' and c.round==0
-        return c.message['w'], dict(c.memory,
-                                    alone=next(iter(c.message['w'].values())).new_full((), float(first)))
+        return (c.message['w'],
+                dict(c.memory, alone=next(iter(c.message['w'].values())).new_full((), float(first))))
 
     def init(self, w, c):
         return dict(m=c.memory['m'], v=c.memory['v'], t=next(iter(w.values())).new_zeros(()))

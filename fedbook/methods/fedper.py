@@ -50,8 +50,8 @@ class FedPer(FedAvg):
     def send(self, state, i): return dict(w=without(state['w'], self.stays(state['w'])))
     def model(self, c):
         w = c.net.weights()
-        return filled(w, c.message['w'], redrawn(c, self.stays(w)) if self.first=='own'
-                      and 'own' not in c.memory
+        return filled(w, c.message['w'],
+                      redrawn(c, self.stays(w)) if self.first=='own' and 'own' not in c.memory
                       else c.memory.get('own', {}))
     def start(self, c): return self.model(c), {}
     def finish(self, w, c): return dict(w=without(w, self.stays(w))), dict(own=part(w, *self.stays(w)))

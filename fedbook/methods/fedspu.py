@@ -70,8 +70,7 @@ SHARES = (.2, .4, .6, .8, 1.)
 
 @dataclass(frozen=True)
 class FedSPU(FedAvg):
-    """Update and send the weights between a random share of the neurons, keep the rest (Niu,
-    Dong and Qin 2025, Algorithm 1)"""
+    "Update and send weights between some random neurons, keep the rest (Niu, Dong and Qin 2025, Algorithm 1)"
     ragged = ('values',)
     share: float = setting(None, 'share r of active neurons; `None`: by client, in turn 0.2, 0.4, 0.6, '
                                  '0.8 and 1', paper='0.2 to 1',
@@ -86,8 +85,8 @@ class FedSPU(FedAvg):
                    active(state['w'], self.share or SHARES[i%5], stream(state['draw'], 'neurons', i)))
 
     def start(self, c):
-        return pasted(c.message, c.memory['own']), dict(c.memory,
-                                                        mask=masks(c.message['neurons'], c.memory['own']))
+        return (pasted(c.message, c.memory['own']),
+                dict(c.memory, mask=masks(c.message['neurons'], c.memory['own'])))
     def update(self, w, g, s, scale, c):
         return Masked(c.local.optimiser, c.memory['mask']).update(w, self.step(g, w, c), s, scale)
     def finish(self, w, c): return cut(w, c.message['neurons']), dict(own=w)

@@ -202,8 +202,8 @@ class HeteroFL(FedAvg):
             rate,start = told(next(t for k,t in b.items() if k.endswith('.window')))
             index = {k: (window(len(t), rate, start),) for k,t in moving.items() if t.dim()}
             values,owned = widened({k: b[k] for k in index}, index, moving)
-            return {k: v if k in index else b[k]
-                    for k,v in values.items()}, {k: o if k in index else o+1 for k,o in owned.items()}
+            return ({k: v if k in index else b[k] for k,v in values.items()},
+                    {k: o if k in index else o+1 for k,o in owned.items()})
         return {**old, **owners_mean(moving, [put(b) for b in buffers], weights)}
 
     def personal(self, c): return masked(c.message['w'], self.mask(c))

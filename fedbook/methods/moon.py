@@ -59,12 +59,12 @@ class MOON(FedAvg):
     width: int = setting(256, 'features behind the projection', paper=256, released=256, low=1)
 
     def network(self, net):
-        return net if isinstance(getattr(net.module, 'body', None),
-                                 Projected) else projected(super().network(net), self.width)
+        return (net if isinstance(getattr(net.module, 'body', None), Projected)
+                else projected(super().network(net), self.width))
     def client(self, w): return dict(previous=w)
     def start(self, c):
-        return c.message['w'], dict(previous={**c.net.buffers(), **c.memory['previous']},
-                                    buffers=clone(c.buffers))
+        return (c.message['w'],
+                dict(previous={**c.net.buffers(), **c.memory['previous']}, buffers=clone(c.buffers)))
 
     def loss(self, w, batch, c):
         x,y = batch['x'],batch['y']
@@ -72,8 +72,8 @@ class MOON(FedAvg):
             z = c.net.features(w, c.buffers, x, train=True)
             answer = c.net.head(w, z, train=True)
             with torch.no_grad():
-                z_glob,z_prev = c.net.features(c.message['w'], c.memory['buffers'],
-                                               x),c.net.features(c.memory['previous'], {}, x)
+                z_glob,z_prev = (c.net.features(c.message['w'], c.memory['buffers'], x),
+                                 c.net.features(c.memory['previous'], {}, x))
         answer,*zs = (t.to(x.dtype) for t in (answer, z, z_glob, z_prev))
         return c.local.task.loss(answer, y) + self.mu*contrast(*zs, self.tau)
 

@@ -130,8 +130,7 @@ def queued(
 # %% ../../nbs/02_methods/56_pfedfda.ipynb #3feb926e
 @dataclass(frozen=True)
 class PFedFDA(FedAvg):
-    """FedAvg of the body; the head is computed from class means and a covariance (McLaughlin and Su 2024,
-    Algorithm 1)"""
+    "FedAvg of the body; a head from class means and a covariance (McLaughlin and Su 2024, Algorithm 1)"
     eps: float = setting(1e-4, 'shrinkage ε of the covariance', released=1e-4, low=0, high=1)
     single: bool = setting(False, 'one β for means and covariance?', released=False)
     needs = 'head','classes'
@@ -149,8 +148,8 @@ class PFedFDA(FedAvg):
         head = dict(zip(like, discriminant(*(t.double() for t in stats), pi, self.eps)))
         return {k: head[k].to(t) if k in head else t for k,t in w.items()}
     def received(self, c):
-        return filled(c.net.weights(), c.net.weights(),
-                      c.message['w']), tuple(c.message[k].double() for k in ('mu','sigma'))
+        return (filled(c.net.weights(), c.net.weights(), c.message['w']),
+                tuple(c.message[k].double() for k in ('mu','sigma')))
     def pi(self, c): return priors(c.y, len(c.message['mu']))
 
     def start(self, c):
@@ -160,16 +159,16 @@ class PFedFDA(FedAvg):
 
     def loss(self, w, batch, c):
         z = c.net.features(w, c.buffers, batch['x'], train=c.trains)
-        return c.local.task.loss(c.net.head(w, z, train=c.trains),
-                                 batch['y']) + handed_on(w[PASSED], queued(w[PASSED], z))
+        return (c.local.task.loss(c.net.head(w, z, train=c.trains), batch['y'])
+                + handed_on(w[PASSED], queued(w[PASSED], z)))
     def update(self, w, g, s, scale, c):
         new,s = super().update(w, g, s, scale, c)
         return {**new, PASSED: g[PASSED]}, s
 
     def adapted(self, z, y, c): # statistics that fit the client, from its features
         theirs = self.received(c)[1]
-        own,beta = feature_statistics(z.double(), y, theirs[0]),best_beta(z.double(), y, theirs, self.pi(c),
-                                                                          self.eps, self.single)
+        own,beta = (feature_statistics(z.double(), y, theirs[0]),
+                    best_beta(z.double(), y, theirs, self.pi(c), self.eps, self.single))
         return mixed(beta, own, theirs)
     def finish(self, w, c):
         each = [torch.from_numpy(i).to(c.own.device) for i,_ in batch_indices(c)]

@@ -170,13 +170,11 @@ def volume(
 # %% ../../nbs/02_methods/50_posthoc.ipynb #aafa4e74
 @dataclass(frozen=True)
 class LSSFT(FT):
-    """Vertices of a simplex, each but the first trained as mixtures with those before it
-    (Chen et al. 2024; paper 002, section 3.2)"""
+    "Vertices of a simplex, all but the first trained as mixtures (Chen et al. 2024; paper 002, section 3.2)"
     vertices: int = setting(3, 'models', paper=3, released=3, low=1)
     first: int = setting(13, 'epochs of the first model', released=8, low=1)
-    further: int = setting(1,
-                           'epochs of each other model but the last, which goes on to the end of the stage',
-                           released=1, low=1)
+    further: int = setting(1, 'epochs of each other model but the last, '
+                              'which goes on to the end of the stage', released=1, low=1)
     affinity: float = setting(1e-3, 'strength λ_a of the pull to the model before the stage',
                               released=1e-3, low=0)
     diversity: float = setting(1e-3, 'strength λ_d of the squared volume', released=1e-3, low=0)

@@ -44,8 +44,9 @@ class SCAFFOLD(FedAvg):
 
     def start(self, c):
         w,memory = super().start(c)
-        return w, dict(memory, next=slope(c, self.loss, w,
-                                          c.local.optimiser.weight_decay)) if self.option==1 else memory
+        return (w,
+                dict(memory, next=slope(c, self.loss, w, c.local.optimiser.weight_decay)) if self.option==1
+                else memory)
 
     def step(self, g, w, c):
         return tmap(lambda g,own,all: g - own + all, super().step(g, w, c), c.memory['own'], c.message['c'])
@@ -53,9 +54,8 @@ class SCAFFOLD(FedAvg):
     def finish(self, w, c):
         message,memory = super().finish(w, c)
         new = c.memory['next'] if self.option==1 else self.undone(w, c)
-        return dict(message,
-                    dc=tmap(torch.sub, new, c.memory['own'])), dict({k: v for k,v in memory.items()
-                                                                     if k!='next'}, own=new)
+        return (dict(message, dc=tmap(torch.sub, new, c.memory['own'])),
+                dict({k: v for k,v in memory.items() if k!='next'}, own=new))
 
     def undone(self, w, c): # option II
         o = c.local.optimiser
