@@ -22,7 +22,9 @@ def peft(): # The module `peft`
     "`import peft`; raises `Refused` where it is missing"
     vision()
     try: import peft
-    except ModuleNotFoundError as e: raise Refused(f'Low-rank adapters need a package that is not installed ({e.name}): pip install fedbook[adapters]') from e
+    except ModuleNotFoundError as e:
+        raise Refused(f'Low-rank adapters need a package that is not installed ({e.name}): '
+                      f'pip install fedbook[adapters]') from e
     return peft
 
 # %% ../../nbs/02_methods/51_adapters.ipynb #6c32d612
@@ -43,7 +45,9 @@ def extended(
     mark:str, # What the names of new weights have in them, and no others
 ) -> Net: # The same network where it has them already
     "A network with new weights in its body, where only they and the head train"
-    require(isinstance(net.module, Classifier), 'Adapters need a network of a body and a head; make one with Classifier.of(module, head="name of the last layer").')
+    require(isinstance(net.module, Classifier),
+            'Adapters need a network of a body and a head; make one with Classifier.of(module, '
+            'head="name of the last layer").')
     def new(body): return [k for k,_ in body.named_parameters() if mark in k]
     if new(net.module.body): return net
     module,like = deepcopy(net.module),next(net.module.parameters())
@@ -60,11 +64,14 @@ class Extended:
 
     def __post_init__(self):
         super().__post_init__()
-        object.__setattr__(self, 'targets', tuple([self.targets] if isinstance(self.targets, str) else self.targets))
+        object.__setattr__(self, 'targets',
+                           tuple([self.targets] if isinstance(self.targets, str) else self.targets))
 
     def start(self, c):
         w,memory = super().start(c)
-        require(w.keys()==c.net.weights().keys(), f'{type(self).__name__} adds to one model, and the clients come with models of their own; let it follow a run that ends with a global model, such as FedAvg.')
+        require(w.keys()==c.net.weights().keys(),
+                f'{type(self).__name__} adds to one model, and the clients come with models of their own; '
+                f'let it follow a run that ends with a global model, such as FedAvg.')
         return w, memory
 
 # %% ../../nbs/02_methods/51_adapters.ipynb #0ff1190c
@@ -78,14 +85,16 @@ class LoRA(Extended, FT):
 
     def insert(self, body):
         names = '|'.join(map(re.escape, linear_layers(body, self.targets)))
-        return peft().inject_adapter_in_model(peft().LoraConfig(r=self.rank, lora_alpha=self.alpha, target_modules=names), body)
+        return peft().inject_adapter_in_model(peft().LoraConfig(r=self.rank, lora_alpha=self.alpha,
+                                                                target_modules=names), body)
 
 # %% ../../nbs/02_methods/51_adapters.ipynb #08ebeb16
 class Bottleneck(nn.Module):
     "A layer and what is behind it: x + up(GELU(down(x)))"
     def __init__(self, layer:nn.Linear, width:int):
         super().__init__()
-        self.layer,self.adapter_down,self.adapter_up = layer,nn.Linear(layer.out_features, width),nn.Linear(width, layer.out_features)
+        self.layer,self.adapter_down,self.adapter_up = (layer, nn.Linear(layer.out_features, width),
+                                                        nn.Linear(width, layer.out_features))
         for p in self.adapter_up.parameters(): nn.init.zeros_(p)
 
     def forward(self, x:Tensor) -> Tensor:
@@ -101,5 +110,6 @@ class Adapter(Extended, FT):
     mark = 'adapter_'
 
     def insert(self, body):
-        for k in linear_layers(body, self.targets): body.set_submodule(k, Bottleneck(body.get_submodule(k), self.width))
+        for k in linear_layers(body, self.targets):
+            body.set_submodule(k, Bottleneck(body.get_submodule(k), self.width))
         return body

@@ -29,6 +29,7 @@ def together(v:dict, w:dict, alpha) -> dict:
     "What a client trains"
     return {**w, **{f'own.{k}': t for k,t in v.items()}, 'alpha': alpha}
 
+# %% ../../nbs/02_methods/64_apfl.ipynb #8b2e1369
 def divided(every:dict) -> tuple[dict, dict, object]: # v, w, α
     "The inverse of `together`"
     v = {k.removeprefix('own.'): t for k,t in part(every, 'own').items()}
@@ -54,12 +55,14 @@ class APFL(FedAvg):
         return shared + c.local.task.loss(z.to(x.dtype), y)
 
     def init(self, w, c):
-        return dict(models=super().init(without(w, ['alpha']), c), first=dict(first=torch.ones_like(w['alpha'])))
+        return dict(models=super().init(without(w, ['alpha']), c),
+                    first=dict(first=torch.ones_like(w['alpha'])))
 
     def update(self, w, g, s, scale, c):
         new,models = super().update(*(without(d, ['alpha']) for d in (w, g)), s['models'], scale, c)
         step = s['first']['first']*c.local.optimiser.lr*scale*g['alpha'] if self.adaptive else 0
-        return dict(new, alpha=(w['alpha']-step).clip(0, 1)), dict(models=models, first=tmap(torch.zeros_like, s['first']))
+        return (dict(new, alpha=(w['alpha']-step).clip(0, 1)),
+                dict(models=models, first=tmap(torch.zeros_like, s['first'])))
 
     def finish(self, w, c):
         v,w,alpha = divided(w)

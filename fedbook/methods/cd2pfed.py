@@ -30,6 +30,7 @@ def kept(
 # %% ../../nbs/02_methods/6a_cd2pfed.ipynb #78c2e3c6
 def is_head(name:str, head:str) -> bool: return name.rpartition('.')[0]==head.rpartition('.')[0]
 
+# %% ../../nbs/02_methods/6a_cd2pfed.ipynb #e1351e83
 def front(
     w:dict, # Weights
     share:float, # p_t
@@ -62,6 +63,7 @@ def rows(
     "How layers are divided"
     return {len(w[k]): len(s) for k,s in sent.items() if not is_head(k, layers(sent)[-1])}
 
+# %% ../../nbs/02_methods/6a_cd2pfed.ipynb #ddb59aab
 def front_buffers(buffers:dict, division:dict) -> dict: # of `rows`
     "What is shared of BatchNorm's statistics"
     return {k: t[:division.get(len(t), len(t))] if t.dim() else t for k,t in buffers.items()}
@@ -80,10 +82,13 @@ KNOWN = nn.Linear,nn.Conv2d,nn.modules.batchnorm._BatchNorm,nn.modules.instancen
 
 def divisible(net:Net) -> Net: # The same
     "Raise `Refused` for a network whose layers have no channels"
-    odd = next((type(m).__name__ for m in net.module.modules() if list(m.parameters(recurse=False)) and not isinstance(m, KNOWN)), None)
-    require(odd is None, f'CD2pFed divides the channels of linear layers, convolutions and BatchNorm, and cannot do that with {odd}; take mlp, cnn or resnet18.')
+    odd = next((type(m).__name__ for m in net.module.modules()
+                if list(m.parameters(recurse=False)) and not isinstance(m, KNOWN)), None)
+    require(odd is None, 'CD2pFed divides the channels of linear layers, convolutions and BatchNorm, '
+            f'and cannot do that with {odd}; take mlp, cnn or resnet18.')
     return net
 
+# %% ../../nbs/02_methods/6a_cd2pfed.ipynb #c422c3fb
 def half(w:dict, first:dict, sign:int) -> dict:
     "The shared half of a network (`sign` 1) or its private half (-1); `first` is 1 for shared rows, else 0"
     return {k: t*(first[k] if sign==1 else 1-first[k]) if k in first else t for k,t in w.items()}
@@ -96,13 +101,14 @@ def shared_rows(
     "Which rows of the layers before the classifier are shared, 1 or 0"
     body = {k: t for k,t in w.items() if not is_head(k, layers(w)[-1])}
     if not all(0 < len(sent[k]) < len(t) for k,t in body.items()): return {}
-    def row(k, t): return (torch.arange(len(t), device=t.device) < len(sent[k])).to(t).view(-1, *[1]*(t.dim()-1))
+    def row(k, t):
+        return (torch.arange(len(t), device=t.device) < len(sent[k])).to(t).view(-1, *[1]*(t.dim()-1))
     return {k: row(k, t) for k,t in body.items()}
 
 # %% ../../nbs/02_methods/6a_cd2pfed.ipynb #bbb3927c
 @dataclass(frozen=True)
 class CD2pFed(FedAvg):
-    "A growing share of every layer's channels is private, and both halves teach each other (Shen et al. 2022)"
+    "A growing share of each layer's channels is private, and both halves teach each other (Shen et al. 2022)"
     p: float = setting(.5, 'share p of private channels in the end', low=0, high=1)
     rounds: int = setting(100, 'rounds R until then', low=1)
     weight: float = setting(1., 'weight λ of the distillation', low=0)
@@ -113,7 +119,8 @@ class CD2pFed(FedAvg):
     def network(self, net): return divisible(net)
     def share(self, r): return self.p*min(r/max(self.rounds-1, 1), 1)
 
-    def server(self, w, n): return dict(w=w, round=torch.zeros((), dtype=torch.int64, device=next(iter(w.values())).device))
+    def server(self, w, n):
+        return dict(w=w, round=torch.zeros((), dtype=torch.int64, device=next(iter(w.values())).device))
     def client(self, w): return dict(own=w)
     def send(self, state, i): return dict(w=front(state['w'], self.share(int(state['round']))))
     def shown(self, state, i): return dict(w=front(state['w'], self.share(max(0, int(state['round'])-1))))
@@ -131,13 +138,16 @@ class CD2pFed(FedAvg):
     def loss(self, w, batch, c):
         x,ce = batch['x'],super().loss(w, batch, c)
         if 'first' not in c.memory: return ce
-        with passes(c, x): zs = [c.net.logits(half(w, c.memory['first'], sign), clone(c.buffers), x, train=c.trains or True) for sign in (1, -1)]
+        with passes(c, x):
+            zs = [c.net.logits(half(w, c.memory['first'], sign), clone(c.buffers), x,
+                               train=c.trains or True) for sign in (1, -1)]
         return ce + self.weight*cyclic(*(z.to(x.dtype) for z in zs))
 
     def finish(self, w, c):
         own,division = {**w, **c.buffers},rows(c.message['w'], w)
         c.buffers = front_buffers(c.buffers, division)
-        return dict(w={k: w[k][tuple(slice(n) for n in s.shape)] for k,s in c.message['w'].items()}), dict(own=own)
+        return (dict(w={k: w[k][tuple(slice(n) for n in s.shape)] for k,s in c.message['w'].items()}),
+                dict(own=own))
 
     def aggregate(self, state, messages, weights):
         new = super().aggregate(state, messages, weights)

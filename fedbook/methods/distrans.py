@@ -41,10 +41,15 @@ def doubled(
 ) -> Net: # Its head is fresh: kaiming-uniform weights, zero bias
     "The network that sees two views"
     m = net.module
-    require(isinstance(m, Classifier) and m.n_features, f'DisTrans puts the features of two views side by side; it needs a Classifier whose head has a linear layer, and {type(m).__name__} is none.')
-    head,like = nn.Linear(2*m.n_features, [l.out_features for l in m.head.modules() if isinstance(l, nn.Linear)][-1]),next(m.parameters())
+    require(isinstance(m, Classifier) and m.n_features,
+            'DisTrans puts the features of two views side by side; '
+            f'it needs a Classifier whose head has a linear layer, and {type(m).__name__} is none.')
+    head,like = (nn.Linear(2*m.n_features,
+                           [l.out_features for l in m.head.modules() if isinstance(l, nn.Linear)][-1]),
+                 next(m.parameters()))
     nn.init.kaiming_uniform_(head.weight); nn.init.zeros_(head.bias)
-    return Net(Classifier(Doubled(m.body, a), head, m.name, m.origin).to(like), [f'body.{f}' if lies_in(f, ('body',)) else f for f in net.frozen], like.device)
+    return Net(Classifier(Doubled(m.body, a), head, m.name, m.origin).to(like),
+               [f'body.{f}' if lies_in(f, ('body',)) else f for f in net.frozen], like.device)
 
 # %% ../../nbs/02_methods/66_distrans.ipynb #ef069ec5
 OFFSET = 'body.offset'
@@ -66,9 +71,13 @@ class DisTrans(FedAvg):
     a: float = setting(.2, 'strength of the offset', released=.2, low=0)
     offset_lr: float = setting(1e-3, 'learning rate of the offset, plain SGD', released=1e-3, above=0)
 
-    def network(self, net): return net if isinstance(getattr(net.module, 'body', None), Doubled) else doubled(super().network(net), self.a)
+    def network(self, net):
+        return (net if isinstance(getattr(net.module, 'body', None), Doubled)
+                else doubled(super().network(net), self.a))
     def send(self, state, i): return dict(w=without(state['w'], [OFFSET]))
-    def model(self, c): return filled(c.net.weights(), c.message['w'], {OFFSET: c.memory['offset'] if 'offset' in c.memory else first_offset(c)})
+    def model(self, c):
+        return filled(c.net.weights(), c.message['w'],
+                      {OFFSET: c.memory['offset'] if 'offset' in c.memory else first_offset(c)})
     def start(self, c): return self.model(c), {}
     def init(self, w, c): return super().init(without(w, [OFFSET]), c)
 
@@ -77,5 +86,6 @@ class DisTrans(FedAvg):
         return filled(w, new, {OFFSET: w[OFFSET] - self.offset_lr*g[OFFSET]}), s
 
     def finish(self, w, c): return dict(w=without(w, [OFFSET])), dict(offset=w[OFFSET])
-    def aggregate(self, state, messages, weights): return dict(state, w=filled(state['w'], state['w'], super().aggregate(state, messages, weights)['w']))
+    def aggregate(self, state, messages, weights):
+        return dict(state, w=filled(state['w'], state['w'], super().aggregate(state, messages, weights)['w']))
     def personal(self, c): return self.model(c)

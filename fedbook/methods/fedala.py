@@ -78,7 +78,8 @@ def ahead(
     batches:list, # dict(x [b, …], y [b])
 ) -> tuple[list, object]: # Batches, and a function from mixed tensors and x to logits
     "What can be computed before the shares are learnt"
-    if not all(lies_in(k, ('head',)) for k in mixed): return batches, lambda w, x: c.net.logits({**new, **w}, clone(c.buffers), x, train=True)
+    if not all(lies_in(k, ('head',)) for k in mixed):
+        return batches, lambda w, x: c.net.logits({**new, **w}, clone(c.buffers), x, train=True)
     with torch.no_grad(): z = [c.net.features(new, clone(c.buffers), b['x'], train=True) for b in batches]
     return [dict(b, x=x) for b,x in zip(batches, z)], lambda w, x: c.net.head({**new, **w}, x, train=True)
 
@@ -86,20 +87,25 @@ def ahead(
 @dataclass(frozen=True)
 class FedALA(FedAvg):
     "FedAvg whose clients learn how much of the global head to take over (Zhang et al. 2023, Algorithm 1)"
-    p: int = setting(2, 'tensors that are mixed, from the end: weight and bias of the head', paper=1, released=2, low=1)
+    p: int = setting(2, 'tensors that are mixed, from the end: weight and bias of the head', paper=1,
+                     released=2, low=1)
     eta: float = setting(1., 'rate η of the shares', paper=1., released=1., above=0)
-    share: float = setting(.8, 'share of the own data to learn them on', paper=.8, released=.8, above=0, high=1)
+    share: float = setting(.8, 'share of the own data to learn them on', paper=.8, released=.8, above=0,
+                           high=1)
     batch_size: int = setting(10, 'samples in a batch of that data', released=10, low=1)
     passes: int = setting(1000, 'passes at most, the first time', released='no limit', low=11)
 
-    def client(self, w): return dict(own=w, a={k: torch.ones_like(w[k]) for k in list(w)[-self.p:]}, learnt=torch.tensor(False))
+    def client(self, w):
+        return dict(own=w, a={k: torch.ones_like(w[k]) for k in list(w)[-self.p:]},
+                    learnt=torch.tensor(False))
 
     def receive(self, c): # the own model becomes the mixture
         own,new,m = c.memory['own'],c.message['w'],c.memory
         if torch.equal(*(next(iter(w.values())) for w in (own, new))): return m
         batches,logits = ahead(c, new, m['a'], slice_of(c, self.share, self.batch_size))
         def loss(w, b): return c.local.task.loss(logits(w, b['x']), b['y'])
-        a = learnt(lambda a: one_pass(loss, own, new, a, batches, self.eta), m['a'], not m['learnt'], self.passes)
+        a = learnt(lambda a: one_pass(loss, own, new, a, batches, self.eta), m['a'], not m['learnt'],
+                   self.passes)
         return dict(own={**new, **mix(own, new, a)}, a=a, learnt=torch.tensor(True))
 
     def start(self, c):

@@ -21,7 +21,8 @@ def misalignment(
     y:Tensor, # Their classes, [b]
     goal:Tensor, # The prototypes, [classes, d]
 ) -> Tensor: # A scalar
-    "How far features are from the prototypes of their classes: a mean per class, summed over classes (Yang, Huang and Ye 2024)"
+    """How far features are from the prototypes of their classes: a mean per class, summed over classes
+    (Yang, Huang and Ye 2024)"""
     return ((z-goal[y]).square().mean(1)/torch.bincount(y)[y]).sum()
 
 # %% ../../nbs/02_methods/37_fedas.ipynb #06bf2938
@@ -29,7 +30,8 @@ def whole_batches(
     c:Client, # The client
     size:int, # Samples in a batch
 ) -> list: # dict(x [size, …], y [size])
-    "A client's samples in the order in which it holds them, without an incomplete last batch; a smaller client has one batch of all"
+    """A client's samples in the order in which it holds them, without an incomplete last batch;
+    a smaller client has one batch of all"""
     n = len(c.own)
     return [c.batch(i) for i in torch.arange(max(n - n%size, min(n, size)), device=c.own.device).split(size)]
 

@@ -23,7 +23,8 @@ def normalising(
 @dataclass(frozen=True)
 class FedBN(FedPer):
     "FedAvg but for the layers that normalise, which stay with the client (Li et al. 2021, Algorithm 1)"
-    first: str = setting('common', 'what stays is at first `common` to all, or each client\'s `own` draw', released='common')
+    first: str = setting('common', 'what stays is at first `common` to all, or each client\'s `own` draw',
+                         released='common')
     variant: str = 'intended' # `released`: those with 'bn' in their names
 
     buffers = 'local'
@@ -33,4 +34,5 @@ class FedBN(FedPer):
         super().__post_init__()
         choose(self.variant, ('intended','released'), 'variant')
 
-    def stays(self, w): return list(part(w, *(n for n in normalising(w) if self.variant=='intended' or 'bn' in n)))
+    def stays(self, w):
+        return list(part(w, *(n for n in normalising(w) if self.variant=='intended' or 'bn' in n)))

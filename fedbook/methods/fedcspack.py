@@ -25,7 +25,8 @@ def flat(
     "All weights in a row, in the order of their names in the model"
     first,n = next(iter(w.values())),sum(t.numel() for t in w.values())
     out = first.new_empty(n + -n % size) if out is None else out
-    for t,part in zip(w.values(), out.split([*(t.numel() for t in w.values()), len(out)-n])): part.view(t.shape).copy_(t)
+    for t,part in zip(w.values(), out.split([*(t.numel() for t in w.values()), len(out)-n])):
+        part.view(t.shape).copy_(t)
     out[n:] = 0
     return out
 
@@ -60,7 +61,8 @@ def similarities(
     g:Tensor, # The global model's, [n, size]
 ) -> tuple[Tensor, Tensor]: # θ per pack [n], and θ_a of the whole
     "Cosine similarities (paper 003, Eq. 3 and 4)"
-    lg,ll,gg = torch.cat([torch.stack([torch.linalg.vecdot(a, b) for a,b in ((x, y), (x, x), (y, y))]) for x,y in in_chunks(l, g)], 1).double()
+    lg,ll,gg = torch.cat([torch.stack([torch.linalg.vecdot(a, b) for a,b in ((x, y), (x, x), (y, y))])
+                          for x,y in in_chunks(l, g)], 1).double()
     def cosine(lg, ll, gg): return (lg/(ll*gg).sqrt().clamp_min(1e-300)).to(l.dtype)
     return cosine(lg, ll, gg), cosine(lg.sum(), ll.sum(), gg.sum())
 
@@ -106,10 +108,14 @@ def misfit(
     return next((why for why,bad in (
         ('it lacks at, packs or weight', lambda: any(not isinstance(t, Tensor) for t in (at, packs, weight))),
         ('its places are no whole numbers', lambda: at.is_floating_point() or at.dtype==torch.bool),
-        (f'its packs are {list(packs.shape)} of {packs.dtype}, not [{len(at)}, {g.shape[1]}] of {g.dtype}' if isinstance(packs, Tensor) and isinstance(at, Tensor) else '',
+        (f'its packs are {list(packs.shape)} of {packs.dtype}, not [{len(at)}, {g.shape[1]}] of {g.dtype}'
+            if isinstance(packs, Tensor) and isinstance(at, Tensor) else '',
             lambda: packs.shape!=(len(at), g.shape[1]) or packs.dtype!=g.dtype or weight.shape!=(len(at),)),
-        (f'it names packs outside 0 … {len(g)-1}, or one twice', lambda: len(at) and (at.min() < 0 or at.max() >= len(g) or len(at.unique())!=len(at))),
-        ('it holds numbers that are not finite, or negative weights', lambda: not (packs.isfinite().all() and weight.isfinite().all() and (weight >= 0).all()))) if bad()), '')
+        (f'it names packs outside 0 … {len(g)-1}, or one twice',
+            lambda: len(at) and (at.min() < 0 or at.max() >= len(g) or len(at.unique())!=len(at))),
+        ('it holds numbers that are not finite, or negative weights',
+            lambda: not (packs.isfinite().all() and weight.isfinite().all() and (weight >= 0).all())))
+            if bad()), '')
 
 # %% ../../nbs/02_methods/30_fedcspack.ipynb #1b0ce1f7
 def caught_up(
@@ -125,7 +131,8 @@ def caught_up(
 
 # %% ../../nbs/02_methods/30_fedcspack.ipynb #9cdc284d
 @lru_cache(maxsize=2)
-def scratch(which:str, n:int, dtype, device) -> Tensor: # [n], kept from client to client: to get fresh memory takes longer than to fill it
+# To get fresh memory takes longer than to fill it
+def scratch(which:str, n:int, dtype, device) -> Tensor: # [n], kept from client to client
     "Room for a flat model"
     return torch.empty(n, dtype=dtype, device=device)
 
@@ -136,7 +143,8 @@ class FedCSPACK(FedAvg):
     ragged = 'at','packs','weight'
     size: int = setting(1024, 'numbers in a pack, PACK', paper='512–1024', released=1024, low=1)
     budget: int = setting(None, 'packs sent at most, K; none: all with θ_j < θ_a', released=None, low=1)
-    bytes: int = setting(None, 'bytes that the packs, their places and weights may take; none: as many as they are', low=1)
+    bytes: int = setting(None, 'bytes that the packs, their places and weights may take; none: '
+                               'as many as they are', low=1)
     weights: str = 'both' # Of a pack: 'both' θ+β, 'cosine' θ, 'divergence' β (the ablation of Table 3)
     variant: str = 'intended' # Whose behaviour: 'intended', 'released' or 'printed'
 
@@ -144,31 +152,40 @@ class FedCSPACK(FedAvg):
         super().__post_init__()
         choose(self.weights, ('both','cosine','divergence'), 'kind of weights')
         choose(self.variant, ('intended','released','printed'), 'variant')
-        require(self.most != 0, f'{self.bytes} bytes are too few for a pack of {self.size} numbers, which takes {4*self.size+8}.')
+        require(self.most != 0, f'{self.bytes} bytes are too few for a pack of {self.size} numbers, '
+                                f'which takes {4*self.size+8}.')
 
     @property
     def most(self): # packs that may be sent: numbers of four bytes, with a place and a weight
-        return min((k for k in (self.budget, self.bytes and self.bytes//(4*self.size+8)) if k is not None), default=None)
+        return min((k for k in (self.budget, self.bytes and self.bytes//(4*self.size+8)) if k is not None),
+                   default=None)
 
     def server(self, w, n):
         packs = pack(flat(w), self.size)
-        return dict(super().server(w, n), when=torch.zeros_like(packs[:,0], dtype=torch.int32), now=torch.zeros_like(packs[0,0], dtype=torch.int32))
+        return dict(super().server(w, n), when=torch.zeros_like(packs[:,0], dtype=torch.int32),
+                    now=torch.zeros_like(packs[0,0], dtype=torch.int32))
 
-    def send(self, state, i): return dict(w=state['w']) if self.variant=='released' else {k: state[k] for k in ('w','when','now')}
+    def send(self, state, i):
+        return dict(w=state['w']) if self.variant=='released' else {k: state[k] for k in ('w','when','now')}
     def start(self, c): return self.personal(c), {}
 
-    def personal(self, c): # what the server has moved since the client was last there is the server's, the rest its own
+    # what the server has moved since the client was last there is the server's, the rest its own
+    def personal(self, c):
         w = c.message['w']
-        return caught_up(w, c.message['when'], c.memory['own'], c.memory['seen'], self.size) if 'own' in c.memory else w
+        return (caught_up(w, c.message['when'], c.memory['own'], c.memory['seen'], self.size)
+                if 'own' in c.memory
+                else w)
 
     def finish(self, w, c):
         n,first = -(-sum(t.numel() for t in w.values())//self.size)*self.size,next(iter(w.values()))
-        l,g = (pack(flat(v, self.size, scratch(k, n, first.dtype, first.device)), self.size) for k,v in (('local', w), ('global', c.message['w'])))
+        l,g = (pack(flat(v, self.size, scratch(k, n, first.dtype, first.device)), self.size)
+               for k,v in (('local', w), ('global', c.message['w'])))
         theta,theta_a = similarities(l, g)
         at = select(theta, theta_a, self.most)
         l,g = l[at],g[at]
         beta = divergence(l, g, self.variant)
-        m = dict(both=theta[at] + beta.nan_to_num(0., 0., 0.), cosine=theta[at], divergence=beta.nan_to_num(0., 0., 0.))[self.weights].abs()
+        m = dict(both=theta[at] + beta.nan_to_num(0., 0., 0.), cosine=theta[at],
+                 divergence=beta.nan_to_num(0., 0., 0.))[self.weights].abs()
         memory = {} if self.variant=='released' else dict(own=w, seen=c.message['now'])
         return dict(at=at.int(), packs=l-g, weight=m), memory
 
@@ -178,10 +195,12 @@ class FedCSPACK(FedAvg):
         g,now = pack(flat(state['w'], self.size), self.size),state['now']+1
         new,valid = aggregate_packs(g, [(m['at'].long(), m['packs'], m['weight']) for m in messages])
         if not valid.any(): warnings.warn('No pack was sent in this round; the global model stays as it is.')
-        return dict(state, w=unflat(new.flatten(), state['w']), when=torch.where(valid, now, state['when']), now=now)
+        return dict(state, w=unflat(new.flatten(), state['w']), when=torch.where(valid, now, state['when']),
+                    now=now)
 
 # %% ../../nbs/02_methods/30_fedcspack.ipynb #84f5b714
 @dataclass(frozen=True)
 class FedCSPACKToAll(FedCSPACK):
     "FedCSPACK whose server tells all clients in every round (paper 003, Algorithm 1, line 10)"
-    def receive(self, c): return dict(own=self.personal(c), seen=c.message['now']) if 'own' in c.memory else c.memory
+    def receive(self, c):
+        return dict(own=self.personal(c), seen=c.message['now']) if 'own' in c.memory else c.memory

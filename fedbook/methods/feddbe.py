@@ -50,9 +50,11 @@ class FedDBE(FedAvg):
     kappa: float = setting(50., 'strength κ of the pull', paper=50., released=50., low=0)
     mu: float = setting(1., 'momentum μ of the running mean', paper=1., released=1., above=0, high=1)
 
-    def client(self, w): return dict(mean=torch.zeros_like(w[list(w)[-2]][0])) # as wide as the last layer's weight
+    # as wide as the last layer's weight
+    def client(self, w): return dict(mean=torch.zeros_like(w[list(w)[-2]][0]))
     def send(self, state, i): return {k: state[k] for k in ('w','consensus') if k in state}
-    def start(self, c): return {**c.message['w'], MEAN: c.memory['mean'], RUNNING: torch.zeros_like(c.memory['mean'])}, {}
+    def start(self, c):
+        return {**c.message['w'], MEAN: c.memory['mean'], RUNNING: torch.zeros_like(c.memory['mean'])}, {}
 
     def loss(self, w, batch, c):
         z,begun = c.net.features(w, c.buffers, batch['x'], train=True),'consensus' in c.message
@@ -71,7 +73,8 @@ class FedDBE(FedAvg):
 
     def aggregate(self, state, messages, weights):
         if 'consensus' in state: return super().aggregate(state, messages, weights)
-        return dict(state, consensus=weighted_mean([dict(mean=m['consensus']) for m in messages], weights)['mean'])
+        return dict(state,
+                    consensus=weighted_mean([dict(mean=m['consensus']) for m in messages], weights)['mean'])
 
     def personal(self, c): # a shift of the features is a shift of the head's bias
         w = c.message['w']

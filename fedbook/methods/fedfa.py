@@ -29,6 +29,7 @@ def emphasis(
 # %% ../../nbs/02_methods/67_fedfa.ipynb #2ac91469
 def variance(x, dims, n): return x.var(dims, correction=min(1, n-1)) # unbiased; of one number, 0
 
+# %% ../../nbs/02_methods/67_fedfa.ipynb #d6082660
 def moved(
     x:Tensor, # Feature maps, [b, c, h, w]
     V:tuple, # Of means and of deviations: the variances between clients, [c] each
@@ -46,14 +47,16 @@ class FFA(nn.Module):
     def __init__(self, channels:int, p:float):
         super().__init__()
         self.p = p
-        for name,first in dict(mu=0., sigma=1., v_mu=1., v_sigma=1.).items(): self.register_buffer(name, torch.full((channels,), first))
+        for name,first in dict(mu=0., sigma=1., v_mu=1., v_sigma=1.).items():
+            self.register_buffer(name, torch.full((channels,), first))
 
     def forward(self, x):
         if not self.training: return x
         now = torch.rand_like(self.mu[0]) < self.p
         like = x.flatten(2)[:,:,0]
         new,stats = moved(x, (self.v_mu, self.v_sigma), (torch.randn_like(like), torch.randn_like(like)))
-        for kept,s in zip((self.mu, self.sigma), stats): kept.copy_(torch.where(now, .99*kept+.01*s.detach().mean(0), kept))
+        for kept,s in zip((self.mu, self.sigma), stats):
+            kept.copy_(torch.where(now, .99*kept+.01*s.detach().mean(0), kept))
         return torch.where(now, new, x)
 
 # %% ../../nbs/02_methods/67_fedfa.ipynb #72d0cf3e
@@ -70,7 +73,8 @@ def stages(
         c = (convolutions[name] or [c])[-1]
         if c and isinstance(after, (nn.Conv2d, *ENDS)): chain[name] = c
         if isinstance(after, ENDS): break
-    require(layers or chain, f'FedFA moves the statistics of feature maps, and {type(body).__name__} has no convolutional stages; take a cnn or a resnet.')
+    require(layers or chain, f'FedFA moves the statistics of feature maps, and {type(body).__name__} has '
+                             f'no convolutional stages; take a cnn or a resnet.')
     return layers or chain
 
 # %% ../../nbs/02_methods/67_fedfa.ipynb #699ae536
@@ -85,6 +89,7 @@ def augmented(
         setattr(body, name, nn.Sequential(OrderedDict(stage=getattr(body, name), ffa=FFA(c, p).to(like))))
     return Net(module, net.frozen, like.device)
 
+# %% ../../nbs/02_methods/67_fedfa.ipynb #78385eb8
 def layers_of(net): return [m for m in net.module.modules() if isinstance(m, FFA)]
 
 # %% ../../nbs/02_methods/67_fedfa.ipynb #82659514
@@ -115,10 +120,12 @@ class FedFA(FedAvg):
 
     def init(self, w, c): return c.memory.get('s') or super().init(w, c)
     def finish(self, w, c): return dict(w=w), dict(s=c.s) if c.s else {}
-    def aggregate(self, state, messages, weights): return super().aggregate(state, messages, [1]*len(messages))
+    def aggregate(self, state, messages, weights):
+        return super().aggregate(state, messages, [1]*len(messages))
 
     def aggregate_buffers(self, old, buffers, weights):
         new = weighted_mean(buffers, [1]*len(buffers))
         for k in (k for k in new if '.ffa.v_' in k):
-            new[k] = between([b[k.replace('.v_', '.')] for b in buffers], self.variant) if len(buffers) > 1 else old[k]
+            new[k] = (between([b[k.replace('.v_', '.')] for b in buffers], self.variant) if len(buffers) > 1
+                      else old[k])
         return new

@@ -35,20 +35,26 @@ class VAE(nn.Module):
         if found.dim()==4 and found.shape!=x.shape: found = nn.functional.interpolate(found, x.shape[2:])
         return found.view(x.shape), mu, logvar
 
-# %% ../../nbs/02_methods/6c_fedfed.ipynb #b07c927d
+# %% ../../nbs/02_methods/6c_fedfed.ipynb #03356117
 def block(layer, *sizes): # no bias before BatchNorm: its gradient would be rounding, along which AdamW steps
     return nn.Sequential(layer(*sizes, bias=False), nn.BatchNorm2d(sizes[1]), nn.ReLU())
 
-def convolutional(c:int, width:int=16, z:int=8) -> VAE: # For images of `c` channels; z numbers at a quarter of the height and width
+# %% ../../nbs/02_methods/6c_fedfed.ipynb #cf47ee94
+# For images of `c` channels; z numbers at a quarter of the height and width
+def convolutional(c:int, width:int=16, z:int=8) -> VAE:
     "Two steps down and two up"
     conv,back = nn.Conv2d,nn.ConvTranspose2d
-    down = nn.Sequential(block(conv, c, width, 4, 2, 1), block(conv, width, 2*width, 4, 2, 1), conv(2*width, 2*z, 3, 1, 1))
-    up = nn.Sequential(block(back, z, 2*width, 4, 2, 1), block(back, 2*width, width, 4, 2, 1), conv(width, c, 3, 1, 1, bias=False))
+    down = nn.Sequential(block(conv, c, width, 4, 2, 1), block(conv, width, 2*width, 4, 2, 1),
+                         conv(2*width, 2*z, 3, 1, 1))
+    up = nn.Sequential(block(back, z, 2*width, 4, 2, 1), block(back, 2*width, width, 4, 2, 1),
+                       conv(width, c, 3, 1, 1, bias=False))
     return VAE(down, nn.Sequential(up, nn.BatchNorm2d(c)))
 
+# %% ../../nbs/02_methods/6c_fedfed.ipynb #99be8848
 def linear(d:int, width:int=64, z:int=8) -> VAE: # For samples of `d` numbers
     "One hidden layer each way"
-    return VAE(nn.Sequential(nn.Flatten(), nn.Linear(d, width), nn.ReLU(), nn.Linear(width, 2*z)), nn.Sequential(nn.Linear(z, width), nn.ReLU(), nn.Linear(width, d)))
+    return VAE(nn.Sequential(nn.Flatten(), nn.Linear(d, width), nn.ReLU(), nn.Linear(width, 2*z)),
+               nn.Sequential(nn.Linear(z, width), nn.ReLU(), nn.Linear(width, d)))
 
 # %% ../../nbs/02_methods/6c_fedfed.ipynb #e0d9281d
 def divergence(mu:Tensor, logvar:Tensor, channels:int=1) -> Tensor: # A scalar
@@ -57,6 +63,7 @@ def divergence(mu:Tensor, logvar:Tensor, channels:int=1) -> Tensor: # A scalar
 
 def channels(x): return x.shape[1] if x.dim()==4 else 1
 
+# %% ../../nbs/02_methods/6c_fedfed.ipynb #8c03428e
 def distilling_loss(rebuilt, shared, whole, kl): return 50*rebuilt + 2*shared + .4*whole + .005*kl
 
 # %% ../../nbs/02_methods/6c_fedfed.ipynb #43ec579e
@@ -65,11 +72,14 @@ def beta22(like:Tensor) -> Tensor: # A scalar
     u = torch.rand_like(like.reshape(-1)[:1].expand(3).contiguous())
     return u.sum()-u.max()-u.min()
 
+# %% ../../nbs/02_methods/6c_fedfed.ipynb #570ed108
 def mosaics(x:Tensor) -> Tensor: # As x
-    "Each image's quarters come from it and its three followers in the batch; samples that are no images stay as they are"
+    """Each image's quarters come from it and its three followers in the batch;
+    samples that are no images stay as they are"""
     if x.dim()!=4: return x
     h,w = (s//2 for s in x.shape[2:])
-    top,bottom = (torch.cat([a[...,:w], b[...,w:]], -1) for a,b in ((x, x.roll(1, 0)), (x.roll(2, 0), x.roll(3, 0))))
+    top,bottom = (torch.cat([a[...,:w], b[...,w:]], -1)
+                  for a,b in ((x, x.roll(1, 0)), (x.roll(2, 0), x.roll(3, 0))))
     return torch.cat([top[:,:,:h], bottom[:,:,h:]], 2)
 
 # %% ../../nbs/02_methods/6c_fedfed.ipynb #45ebd03f
@@ -88,10 +98,13 @@ class Distiller(Classifier):
 def distiller(
     net:Net, # Of a `Classifier`
 ) -> Net:
-    "The network with an autoencoder that fits its first layer; raises `Refused` for one without a head or such a layer"
-    require(isinstance(net.module, Classifier), 'FedFed needs a network of a body and a head; make one with Classifier.of(module, head="name of the last layer").')
+    """The network with an autoencoder that fits its first layer;
+    raises `Refused` for one without a head or such a layer"""
+    require(isinstance(net.module, Classifier), 'FedFed needs a network of a body and a head; make one with '
+            'Classifier.of(module, head="name of the last layer").')
     first = next((m for m in net.module.modules() if isinstance(m, (nn.Conv2d, nn.Linear))), None)
-    require(first, 'FedFed needs a network that begins with a convolution or a linear layer, to know what its autoencoder must take.')
+    require(first, 'FedFed needs a network that begins with a convolution or a linear layer, '
+            'to know what its autoencoder must take.')
     vae = convolutional(first.in_channels) if isinstance(first, nn.Conv2d) else linear(first.in_features)
     return Net(Distiller(net.module, vae.to(first.weight)), net.frozen, first.weight.device)
 
@@ -102,6 +115,7 @@ def critic_loss(m, net, x, y, c):
     z = net('critic', share*x+(1-share)*x.flip(0))
     return share*c.local.task.loss(z, y)+(1-share)*c.local.task.loss(z, y.flip(0))
 
+# %% ../../nbs/02_methods/6c_fedfed.ipynb #97587f82
 def vae_loss(m, net, x, y, c):
     "Rebuilding, for clients that are not lopsided"
     x = mosaics(x)
@@ -115,7 +129,8 @@ def together_loss(m, net, x, y, c):
     found,mu,logvar = (torch.where(lopsided, t.detach(), t) for t in net('vae', x))
     noisy = torch.cat([x-found+sd*torch.randn_like(x[0]) for sd in (m.noise1, m.noise2)])
     times = 1+4*lopsided
-    return distilling_loss(((found-x)**2).mean(), times*ce(net('critic', noisy), torch.cat([y, y])), times*ce(net('critic', x), y), times*divergence(mu, logvar, channels(x)))
+    return distilling_loss(((found-x)**2).mean(), times*ce(net('critic', noisy), torch.cat([y, y])),
+                           times*ce(net('critic', x), y), times*divergence(mu, logvar, channels(x)))
 
 LOSSES = dict(critic=critic_loss, vae=vae_loss, together=together_loss)
 
@@ -142,7 +157,8 @@ def shared(
 ) -> dict: # x [n, 2, …] and y [n]
     "Two noisy copies of what the autoencoder leaves out of a client's samples"
     x,w = c.prepare(c.x),m.personal(c)
-    with torch.no_grad(): rest = x-torch.cat([c.net.logits(w, c.buffers, ('vae', some))[0] for some in x.split(250)])
+    with torch.no_grad():
+        rest = x-torch.cat([c.net.logits(w, c.buffers, ('vae', some))[0] for some in x.split(250)])
     return dict(x=torch.stack([rest+sd*torch.randn_like(rest) for sd in (m.noise1, m.noise2)], 1), y=c.y)
 
 # %% ../../nbs/02_methods/6c_fedfed.ipynb #aa55278c
@@ -161,9 +177,12 @@ class FedFed(FedAvg):
 
     @property
     def opening(self): return self.distilling+1
-    def optimiser(self, c): return c.local.optimiser if c.phase is None else AdamW(self.lr1, weight_decay=self.decay1)
-    def network(self, net): return net if isinstance(net.module, Distiller) else distiller(super().network(net))
-    def phases(self, epochs, round): return (None,)*epochs if round >= 0 else PASSES if round < -1 else PASSES[:1]
+    def optimiser(self, c):
+        return c.local.optimiser if c.phase is None else AdamW(self.lr1, weight_decay=self.decay1)
+    def network(self, net):
+        return net if isinstance(net.module, Distiller) else distiller(super().network(net))
+    def phases(self, epochs, round):
+        return (None,)*epochs if round >= 0 else PASSES if round < -1 else PASSES[:1]
     def trains(self, phase): return TRAINS.get(phase, SECOND)
 
     def server(self, w, n): return dict(w=w, next=dict(round=torch.tensor(-self.opening)))
@@ -171,7 +190,8 @@ class FedFed(FedAvg):
         if state['next']['round'] < 0: return dict(w=part(state['w'], *FIRST))
         return dict(w=part(state['w'], *SECOND), pool=state['pool'])
 
-    def start(self, c): return self.personal(c), {**c.memory, 'lopsided': torch.bincount(c.y).max() > .7*len(c.y)}
+    def start(self, c):
+        return self.personal(c), {**c.memory, 'lopsided': torch.bincount(c.y).max() > .7*len(c.y)}
     def init(self, w, c): return c.memory.get(str(c.phase)) or self.optimiser(c).init(w)
     def update(self, w, g, s, scale, c): return self.optimiser(c).update(w, self.step(g, w, c), s, scale)
 
@@ -179,8 +199,10 @@ class FedFed(FedAvg):
         own,draw = c.prepare(c.x),stream(c.seed, 'shared', c.round, c.id)
         if c.phase is not None: return own, c.y
         x,y = c.message['pool']['x'],c.message['pool']['y']
-        at = [torch.from_numpy(drawn_evenly(y.cpu().numpy(), len(own), draw)).to(own.device) for _ in range(2)]
-        return torch.stack([own, *(x[j,k] for k,j in enumerate(at))], 1), torch.stack([c.y, *(y[j] for j in at)], 1)
+        at = [torch.from_numpy(drawn_evenly(y.cpu().numpy(), len(own), draw)).to(own.device)
+              for _ in range(2)]
+        return (torch.stack([own, *(x[j,k] for k,j in enumerate(at))], 1),
+                torch.stack([c.y, *(y[j] for j in at)], 1))
 
     def loss(self, w, batch, c):
         if c.phase is None: return super().loss(w, {k: t.flatten(0, 1) for k,t in batch.items()}, c)
@@ -191,12 +213,14 @@ class FedFed(FedAvg):
         mine = dict(shared=shared(self, c)) if c.round==-1 else {}
         if 'told' in c.memory: c.message = dict(w=c.message['w']) # the pool is sent but once
         c.buffers = part(c.buffers, *names) # the statistics that travel
-        return dict(w=part(w, *names), **mine), {} if c.round==-1 else kept if c.round < -1 else dict(kept, told=torch.ones(()))
+        return (dict(w=part(w, *names), **mine),
+                {} if c.round==-1 else kept if c.round < -1 else dict(kept, told=torch.ones(())))
 
     def aggregate(self, state, messages, weights):
         r = state['next']['round']
         mean = weighted_mean([m['w'] for m in messages], weights if r < 0 else [1]*len(messages))
-        pool = dict(pool={k: torch.cat([m['shared'][k] for m in messages]) for k in ('x','y')}) if r==-1 else {}
+        pool = (dict(pool={k: torch.cat([m['shared'][k] for m in messages]) for k in ('x','y')}) if r==-1
+                else {})
         return dict(state, w=filled(state['w'], state['w'], mean), next=dict(round=r+1), **pool)
 
     def aggregate_buffers(self, old, buffers, weights):

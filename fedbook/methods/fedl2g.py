@@ -49,9 +49,10 @@ def limited(
 # %% ../../nbs/02_methods/57_fedl2g.ipynb #27f58151
 @dataclass(frozen=True)
 class FedL2G(FedAvg):
-    "Own models under shared guides of the classes, which are learnt by what they help (Zhang et al. 2024, Algorithm 1)"
+    "Own models under shared class guides, learnt by what they help (Zhang et al. 2024, Algorithm 1)"
     variant: str = 'logits' # What is guided; or 'features'
-    server_lr: float = setting(None, 'rate of the server; none: 0.1 for logits, 100 for features', released='0.1 and 100', above=0)
+    server_lr: float = setting(None, 'rate of the server; none: 0.1 for logits, 100 for features',
+                               released='0.1 and 100', above=0)
     warmup: int = setting(50, 'rounds in which clients do not train', released=50, low=0)
     lam: float = setting(1., 'strength of the pull to the guides', released=1., low=0)
     studies: int = setting(1, 'study batches', released=1, low=1)
@@ -65,7 +66,8 @@ class FedL2G(FedAvg):
 
     def server(self, w, n):
         weight = next(iter(part(w, 'head').values()))
-        require(weight.dim()==2, 'FedL2G reads the number of classes off a linear head; take a network whose head is one linear layer.')
+        require(weight.dim()==2, 'FedL2G reads the number of classes off a linear head; '
+                'take a network whose head is one linear layer.')
         width = weight.shape[self.variant=='features']
         return dict(w=w, guides=torch.randn(len(weight), width).to(weight))
     def client(self, w): return dict(own=w)
@@ -80,7 +82,8 @@ class FedL2G(FedAvg):
         return c.local.task.loss(answers, batch['y']) + self.lam*pull
     def loss(self, w, batch, c): return self.guided(w, batch, c, c.message['guides'], True)
     def step(self, g, w, c): return limited(g, self.most)
-    def update(self, w, g, s, scale, c): return (w, s) if c.phase=='warm-up' else super().update(w, g, s, scale, c)
+    def update(self, w, g, s, scale, c):
+        return (w, s) if c.phase=='warm-up' else super().update(w, g, s, scale, c)
 
     def finish(self, w, c):
         some,held = probe(c, self.studies, 'study'),c.held_out()
@@ -92,12 +95,15 @@ class FedL2G(FedAvg):
 
     def flaw(self, state, message):
         rows,at,g = message['rows'],message['classes'],state['guides']
-        fits = rows.shape==(len(at), g.shape[1]) and len(at.unique())==len(at) and bool(((at >= 0) & (at < len(g))).all())
+        fits = (rows.shape==(len(at), g.shape[1]) and len(at.unique())==len(at)
+                and bool(((at >= 0) & (at < len(g))).all()))
         return '' if fits else 'its rows of gradients are not those of its classes'
 
     def aggregate(self, state, messages, weights):
-        rows,at,g = torch.cat([m['rows'] for m in messages]),torch.cat([m['classes'] for m in messages]),state['guides']
-        total = torch.zeros_like(g).index_add_(0, at, rows)/torch.bincount(at, minlength=len(g)).clamp_min(1)[:,None]
+        rows,at,g = (torch.cat([m['rows'] for m in messages]), torch.cat([m['classes'] for m in messages]),
+                     state['guides'])
+        total = (torch.zeros_like(g).index_add_(0, at, rows)
+                 / torch.bincount(at, minlength=len(g)).clamp_min(1)[:,None])
         rate = self.server_lr or dict(logits=.1, features=100.)[self.variant]
         return dict(state, guides=g - rate*limited(dict(g=total), self.most)['g'])
     def personal(self, c): return c.memory['own']

@@ -47,9 +47,11 @@ class FedLAMB(FedAvg):
 
     def start(self, c):
         first = self.variant=='released' and c.round==0
-        return c.message['w'], dict(c.memory, alone=next(iter(c.message['w'].values())).new_full((), float(first)))
+        return (c.message['w'],
+                dict(c.memory, alone=next(iter(c.message['w'].values())).new_full((), float(first))))
 
-    def init(self, w, c): return dict(m=c.memory['m'], v=c.memory['v'], t=next(iter(w.values())).new_zeros(()))
+    def init(self, w, c):
+        return dict(m=c.memory['m'], v=c.memory['v'], t=next(iter(w.values())).new_zeros(()))
     def finish(self, w, c): return dict(w=w, v=c.s['v']), dict(m=c.s['m'], v=c.s['v'])
 
     def update(self, w, g, s, scale, c):
@@ -60,7 +62,8 @@ class FedLAMB(FedAvg):
 
     def moments(self, g, s):
         t = s['t']+1
-        def renewed(old, g, beta): return tmap(lambda m,g: (beta*m + (1-beta)*g)/(1-beta**t if self.variant=='paper' else 1), old, g)
+        def renewed(old, g, beta):
+            return tmap(lambda m,g: (beta*m + (1-beta)*g)/(1-beta**t if self.variant=='paper' else 1), old, g)
         return dict(m=renewed(s['m'], g, BETAS[0]), v=renewed(s['v'], tmap(torch.square, g), BETAS[1]), t=t)
 
     def aggregate(self, state, messages, weights):
@@ -68,4 +71,5 @@ class FedLAMB(FedAvg):
         new,v = super().aggregate(state, messages, even),weighted_mean([m['v'] for m in messages], even)
         return dict(new, top=tmap(torch.maximum, state['top'], v))
 
-    def aggregate_buffers(self, old, buffers, weights): return super().aggregate_buffers(old, buffers, [1]*len(buffers))
+    def aggregate_buffers(self, old, buffers, weights):
+        return super().aggregate_buffers(old, buffers, [1]*len(buffers))

@@ -18,7 +18,8 @@ def accumulation(
     scales:list[float], # The factor on the learning rate, per step
     mu:float=0., # Strength of a proximal term in the local objective
 ) -> float: # ‖a‖₁
-    "How far a weight gets in units of the learning rate when every gradient is one (Wang et al. 2020, section 4)"
+    """How far a weight gets in units of the learning rate when every gradient is one
+    (Wang et al. 2020, section 4)"""
     o = replace(optimiser, weight_decay=0.)
     w = dict(w=torch.zeros((), dtype=torch.float64))
     s = o.init(w)
@@ -37,4 +38,5 @@ class FedNova(FedAvg):
     def aggregate(self, state, messages, weights):
         a,w = [m['a'].item() for m in messages],state['w']
         tau = sum(p*x for p,x in zip(weights, a))/sum(weights)
-        return super().aggregate(state, [dict(w=tmap(lambda w,v: w + (v-w)*(tau/x), w, m['w'])) for m,x in zip(messages, a)], weights)
+        return super().aggregate(state, [dict(w=tmap(lambda w,v: w + (v-w)*(tau/x), w, m['w']))
+                                         for m,x in zip(messages, a)], weights)

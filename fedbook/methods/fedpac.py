@@ -38,7 +38,9 @@ def head_weights(
     d = torch.stack([hs[i]-h for h in hs]).flatten(1).double()
     p,n = np.diag(vs) + (d @ d.T).cpu().numpy(),len(hs)
     p = p/np.abs(p).max() # the solver wants numbers near 1
-    fit = minimize(lambda a: a @ p @ a, np.full(n, 1/n), jac=lambda a: 2*p @ a, bounds=[(0, 1)]*n, constraints=dict(type='eq', fun=lambda a: a.sum()-1, jac=lambda a: np.ones(n)), method='SLSQP', options=dict(ftol=1e-12, maxiter=200))
+    fit = minimize(lambda a: a @ p @ a, np.full(n, 1/n), jac=lambda a: 2*p @ a, bounds=[(0, 1)]*n,
+                   constraints=dict(type='eq', fun=lambda a: a.sum()-1, jac=lambda a: np.ones(n)),
+                   method='SLSQP', options=dict(ftol=1e-12, maxiter=200))
     a = np.where(fit.x < 1e-3, 0, fit.x) if fit.success else np.eye(n)[i]
     return a/a.sum()
 
@@ -54,7 +56,7 @@ def prototypes(
 # %% ../../nbs/02_methods/38_fedpac.ipynb #94ffeef5
 @dataclass(frozen=True)
 class FedPAC(FedAvg):
-    "Class prototypes for the body, a quadratic programme for the heads (Xu, Tong and Huang 2023, Algorithm 1)"
+    "Class prototypes for the body, a quadratic programme for heads (Xu, Tong and Huang 2023, Algorithm 1)"
     lam: float = setting(1., 'strength λ of the pull to the prototypes', paper=1., released=1., low=0)
     head_lr: float = setting(.1, 'learning rate of the head, one epoch', released=.1, above=0)
     head_momentum: float = setting(.5, 'momentum of the head\'s epoch', released=.5, low=0, high=1)
@@ -64,9 +66,12 @@ class FedPAC(FedAvg):
 
     def phases(self, epochs, round): return ('head', *('body',)*epochs)
     def trains(self, phase): return (phase,)
-    def optimiser(self, c): return SGD(self.head_lr, self.head_momentum, self.head_decay) if c.phase=='head' else c.local.optimiser
+    def optimiser(self, c):
+        return (SGD(self.head_lr, self.head_momentum, self.head_decay) if c.phase=='head'
+                else c.local.optimiser)
     def init(self, w, c): return self.optimiser(c).init(w)
-    def update(self, w, g, s, scale, c): return self.optimiser(c).update(w, self.step(g, w, c), s, 1. if c.phase=='head' else scale)
+    def update(self, w, g, s, scale, c):
+        return self.optimiser(c).update(w, self.step(g, w, c), s, 1. if c.phase=='head' else scale)
 
     def server(self, w, n): return dict(w=w, fresh=part(w, 'head'))
     def send(self, state, i):
@@ -78,13 +83,16 @@ class FedPAC(FedAvg):
         with torch.no_grad(): z = c.net.features(w, c.buffers, c.prepare(c.x))
         n_classes = c.net.head(w, z[:1]).shape[1]
         v,h = head_statistics(z, c.y, n_classes)
-        goal = dict(goal=prototypes(m['prototypes'], m['known'], class_means(z, c.y, n_classes)[0])) if 'known' in m else {}
+        goal = (dict(goal=prototypes(m['prototypes'], m['known'], class_means(z, c.y, n_classes)[0]))
+                if 'known' in m
+                else {})
         return w, dict(goal, v=torch.tensor(v, dtype=torch.float64), h=h)
 
     def loss(self, w, batch, c):
         z = c.net.features(w, c.buffers, batch['x'], train=c.trains)
         ce = c.local.task.loss(c.net.head(w, z, train=c.trains), batch['y'])
-        return ce + self.lam*F.mse_loss(z, c.memory['goal'][batch['y']]) if c.phase=='body' and 'goal' in c.memory else ce
+        return (ce + self.lam*F.mse_loss(z, c.memory['goal'][batch['y']])
+                if c.phase=='body' and 'goal' in c.memory else ce)
 
     def finish(self, w, c):
         v,h = c.memory['v'],c.memory['h']
@@ -93,8 +101,11 @@ class FedPAC(FedAvg):
         return dict(w=w, means=means, counts=counts, v=v, h=h), {}
 
     def aggregate(self, state, messages, weights):
-        heads,vs,hs = [part(m['w'], 'head') for m in messages],[m['v'].item() for m in messages],[m['h'] for m in messages]
-        mixed = {str(m['client']): weighted_mean(heads, head_weights(i, vs, hs)) for i,m in enumerate(messages)}
+        heads,vs,hs = ([part(m['w'], 'head') for m in messages], [m['v'].item() for m in messages],
+                       [m['h'] for m in messages])
+        mixed = {str(m['client']): weighted_mean(heads, head_weights(i, vs, hs))
+                 for i,m in enumerate(messages)}
         counts = sum(m['counts'] for m in messages)
         means = sum(m['means']*m['counts'][:,None] for m in messages)/counts.clamp_min(1)[:,None]
-        return dict(super().aggregate(state, messages, weights), heads={**state.get('heads', {}), **mixed}, prototypes=means, known=counts > 0)
+        return dict(super().aggregate(state, messages, weights), heads={**state.get('heads', {}), **mixed},
+                    prototypes=means, known=counts > 0)

@@ -22,6 +22,7 @@ def without(
     "What remains of `w`"
     return {k: v for k,v in w.items() if k not in names}
 
+# %% ../../nbs/02_methods/61_fedper.ipynb #5f2e5405
 def filled(
     like:dict, # The names of all, in their order
     *parts:dict, # Together they have them; a later part counts
@@ -34,7 +35,8 @@ def filled(
 @dataclass(frozen=True)
 class FedPer(FedAvg):
     "Average the body, keep the head (Arivazhagan et al. 2019, Algorithms 1 and 2)"
-    first: str = setting('common', 'what stays is at first `common` to all, or each client\'s `own` draw', paper='own', released='common')
+    first: str = setting('common', 'what stays is at first `common` to all, or each client\'s `own` draw',
+                         paper='own', released='common')
 
     needs = 'head',
 
@@ -42,12 +44,15 @@ class FedPer(FedAvg):
         super().__post_init__()
         choose(self.first, ('common','own'), 'first')
 
-    def stays(self, w): return list(part(w, 'head'))                     # the names of what stays with the client
+    # the names of what stays with the client
+    def stays(self, w): return list(part(w, 'head'))
     def client(self, w): return dict(own=part(w, *self.stays(w))) if self.first=='common' else {}
     def send(self, state, i): return dict(w=without(state['w'], self.stays(state['w'])))
     def model(self, c):
         w = c.net.weights()
-        return filled(w, c.message['w'], redrawn(c, self.stays(w)) if self.first=='own' and 'own' not in c.memory else c.memory.get('own', {}))
+        return filled(w, c.message['w'],
+                      redrawn(c, self.stays(w)) if self.first=='own' and 'own' not in c.memory
+                      else c.memory.get('own', {}))
     def start(self, c): return self.model(c), {}
     def finish(self, w, c): return dict(w=without(w, self.stays(w))), dict(own=part(w, *self.stays(w)))
     def aggregate(self, state, messages, weights):
@@ -64,5 +69,6 @@ def redrawn(
     module = deepcopy(c.net.module).cpu()
     with seeded(c.seed, 'own part', c.id):
         for k,m in module.named_modules():
-            if hasattr(m, 'reset_parameters') and any(n.rpartition('.')[0]==k for n in names): m.reset_parameters()
+            if hasattr(m, 'reset_parameters') and any(n.rpartition('.')[0]==k for n in names):
+                m.reset_parameters()
     return {k: v.detach().to(c.own.device) for k,v in module.named_parameters() if k in names}

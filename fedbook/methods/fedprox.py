@@ -16,4 +16,5 @@ from ..tensors import squared_distance
 class FedProx(FedAvg):
     "FedAvg with the proximal term μ/2·‖w−wᵗ‖² in the local objective (Li et al. 2020, Eq. 2)"
     mu: float = setting(.1, 'strength μ of the pull, gradient μ(w−wᵗ)', released=.1, low=0)
-    def loss(self, w, batch, c): return super().loss(w, batch, c) + self.mu/2*squared_distance(w, c.message['w'])
+    def loss(self, w, batch, c):
+        return super().loss(w, batch, c) + self.mu/2*squared_distance(w, c.message['w'])

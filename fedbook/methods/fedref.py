@@ -21,7 +21,8 @@ def reference(
 ) -> dict: # R
     "The mean of the last `p` aggregates (paper 004, Eq. 16), or with `t` as in the released code, by slot"
     last = history[-p:]
-    return weighted_mean(last, [1]*len(last) if t is None else [(t-j)%p + 1 for j in reversed(range(len(last)))])
+    return weighted_mean(last, [1]*len(last) if t is None
+                         else [(t-j)%p + 1 for j in reversed(range(len(last)))])
 
 # %% ../../nbs/02_methods/70_fedref.ipynb #95079025
 def towards(
@@ -74,21 +75,26 @@ def lambda2(
 class FedRef(FedAvg):
     "FedAvg whose server steps towards a mean of its last aggregates (paper 004, Algorithm 5)"
     eta: float = setting(1., 'server rate η', released=1e-6, low=0)
-    lam: float = setting(.1, 'strength λ, λ₁ of the released code', paper='1e-4 to 1e-3', released=1e-3, low=0)
+    lam: float = setting(.1, 'strength λ, λ₁ of the released code', paper='1e-4 to 1e-3', released=1e-3,
+                         low=0)
     p: int = setting(3, 'aggregates in the reference, p', paper='3 to 5', released=3, low=1)
     variant: str = 'intended' # Whose behaviour, one of `VARIANTS`
     history: str = 'aggregates' # What the reference is a mean of: 'aggregates', or 'outputs' of the step
     current: bool = True # Is the newest aggregate one of the p?
-    lam2: float = setting(1e-6, 'strength λ₂ of the released code, times ten in every tenth round', released=1e-6, low=0)
+    lam2: float = setting(1e-6, 'strength λ₂ of the released code, times ten in every tenth round',
+                          released=1e-6, low=0)
     cap: float = setting(5e-3, 'largest λ₂', released=5e-3, low=0)
 
     def __post_init__(self):
         super().__post_init__()
         choose(self.variant, VARIANTS, 'variant')
         usual = choose(self.history, ('aggregates','outputs'), 'history')=='aggregates' and self.current
-        require(usual or self.variant=='intended', f"The {self.variant} variant says what its history is; leave out history and current, or take variant='intended'.")
+        require(usual or self.variant=='intended',
+                f"The {self.variant} variant says what its history is; leave out history and current, "
+                f"or take variant='intended'.")
 
-    def server(self, w, n): return dict(super().server(w, n), round=next(iter(w.values())).new_zeros((), dtype=torch.int64))
+    def server(self, w, n):
+        return dict(super().server(w, n), round=next(iter(w.values())).new_zeros((), dtype=torch.int64))
 
     def finish(self, w, c):
         message,memory = super().finish(w, c)
@@ -99,11 +105,14 @@ class FedRef(FedAvg):
         loss = torch.stack([m['loss'] for m in messages]).mean()
         w = self.stepped(new['w'], loss, past, state)
         kept = [*past, w if self.history=='outputs' else new['w']][-self.p:]
-        return dict(new, w=w, round=state['round']+1, loss=loss, history={str(j): a for j,a in enumerate(kept)})
+        return dict(new, w=w, round=state['round']+1, loss=loss,
+                    history={str(j): a for j,a in enumerate(kept)})
 
     def stepped(self, A, loss, past, state): # the model that is sent after aggregate A
         t,p,released = int(state['round'])+1,self.p,self.variant=='released'
         if not past or released and t < p+2: return A
-        now = dict(aggregate=A, reference=reference([*past, A] if self.current else past, p, t if released else None), loss=loss)
-        before = dict(aggregate=past[-1], reference=reference(past, p, t-1 if released else None), loss=state['loss'])
+        now = dict(aggregate=A, reference=reference([*past, A] if self.current else past, p,
+                                                    t if released else None), loss=loss)
+        before = dict(aggregate=past[-1], reference=reference(past, p, t-1 if released else None),
+                      loss=state['loss'])
         return server_step(now, before, self.eta, self.lam, self.variant, lambda2(t, self.lam2, self.cap))

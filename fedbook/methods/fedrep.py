@@ -16,7 +16,8 @@ from ..settings import setting
 @dataclass(frozen=True)
 class FedRep(FedPer):
     "Epochs of the head, then of the body, which is averaged (Collins et al. 2021, Algorithm 1)"
-    head_epochs: int = setting(10, 'local epochs of the head; those of the body come after', paper=10, released='10 of 11 (CIFAR-10), 10 of 15 (CIFAR-100)', low=1)
+    head_epochs: int = setting(10, 'local epochs of the head; those of the body come after', paper=10,
+                               released='10 of 11 (CIFAR-10), 10 of 15 (CIFAR-100)', low=1)
 
     def phases(self, epochs, round): return ('head',)*self.head_epochs + ('body',)*epochs
     def trains(self, phase): return phase,

@@ -20,6 +20,7 @@ def layers(w:dict) -> list: # Names
     "The matrices and kernels of a network in their order; the last is the classifier's"
     return [k for k,t in w.items() if t.dim() > 1 and k.endswith('weight')]
 
+# %% ../../nbs/02_methods/34_fedspu.ipynb #215de947
 def active(
     w:dict, # Weights
     share:float, # Of the neurons of every layer
@@ -44,7 +45,8 @@ def masks(
     w:dict, # Weights
 ) -> dict: # Name to booleans of the weights' shapes
     "The weights between active neurons"
-    names,now,maps,out = layers(w),torch.ones(0, dtype=torch.bool, device=next(iter(w.values())).device),False,{}
+    names,now,maps,out = (layers(w), torch.ones(0, dtype=torch.bool, device=next(iter(w.values())).device),
+                          False, {})
     for k,t in w.items():
         if k in names:
             columns = reached(now, t.shape[1], t.shape[1]//len(now) if maps and t.dim()==2 else 1)
@@ -58,6 +60,7 @@ def cut(w:dict, neurons:dict) -> dict: # values and neurons
     "The weights between active neurons, as they travel"
     return dict(values=sparse(w, masks(neurons, w))['values'], neurons=neurons)
 
+# %% ../../nbs/02_methods/34_fedspu.ipynb #24bc5449
 def pasted(message:dict, base:dict) -> dict: # Name to tensor
     "`base` with the weights of a message in their places"
     return dense(dict(values=message['values'], mask=masks(message['neurons'], base)), base)
@@ -67,23 +70,31 @@ SHARES = (.2, .4, .6, .8, 1.)
 
 @dataclass(frozen=True)
 class FedSPU(FedAvg):
-    "Update and send the weights between a random share of the neurons, keep the rest (Niu, Dong and Qin 2025, Algorithm 1)"
+    "Update and send weights between some random neurons, keep the rest (Niu, Dong and Qin 2025, Algorithm 1)"
     ragged = ('values',)
-    share: float = setting(None, 'share r of active neurons; `None`: by client, in turn 0.2, 0.4, 0.6, 0.8 and 1', paper='0.2 to 1', released='0.2 to 1, in five blocks of clients', above=0, high=1)
+    share: float = setting(None, 'share r of active neurons; `None`: by client, in turn 0.2, 0.4, 0.6, '
+                                 '0.8 and 1', paper='0.2 to 1',
+                                 released='0.2 to 1, in five blocks of clients', above=0, high=1)
 
-    def server(self, w, n): return dict(super().server(w, n), draw=torch.randint(2**62, ()).to(next(iter(w.values())).device))
+    def server(self, w, n):
+        return dict(super().server(w, n), draw=torch.randint(2**62, ()).to(next(iter(w.values())).device))
     def client(self, w): return dict(own=w)
 
     def send(self, state, i):
-        return cut(state['w'], active(state['w'], self.share or SHARES[i%5], stream(state['draw'], 'neurons', i)))
+        return cut(state['w'],
+                   active(state['w'], self.share or SHARES[i%5], stream(state['draw'], 'neurons', i)))
 
-    def start(self, c): return pasted(c.message, c.memory['own']), dict(c.memory, mask=masks(c.message['neurons'], c.memory['own']))
-    def update(self, w, g, s, scale, c): return Masked(c.local.optimiser, c.memory['mask']).update(w, self.step(g, w, c), s, scale)
+    def start(self, c):
+        return (pasted(c.message, c.memory['own']),
+                dict(c.memory, mask=masks(c.message['neurons'], c.memory['own'])))
+    def update(self, w, g, s, scale, c):
+        return Masked(c.local.optimiser, c.memory['mask']).update(w, self.step(g, w, c), s, scale)
     def finish(self, w, c): return cut(w, c.message['neurons']), dict(own=w)
 
     def flaw(self, state, message):
         w,neurons = state['w'],message['neurons']
-        if {k: t.shape for k,t in neurons.items()}!={k: w[k].shape[:1] for k in layers(w)[:-1]}: return 'its neurons are not those of the network'
+        if {k: t.shape for k,t in neurons.items()}!={k: w[k].shape[:1] for k in layers(w)[:-1]}:
+            return 'its neurons are not those of the network'
         return sparse_flaw(dict(values=message['values'], mask=masks(neurons, w)), w)
 
     def aggregate(self, state, messages, weights):
@@ -92,6 +103,7 @@ class FedSPU(FedAvg):
         for m,n in zip(messages, weights):
             total = tmap(lambda t,a: t + n*a, total, masks(m['neurons'], w))
             moved = tmap(lambda d,new,old: d + n*(new-old), moved, pasted(m, w), w)
-        return dict(state, w=tmap(lambda w,d,t: w + d/t.clamp_min(1e-30), w, moved, total), draw=state['draw']+1)
+        return dict(state, w=tmap(lambda w,d,t: w + d/t.clamp_min(1e-30), w, moved, total),
+                    draw=state['draw']+1)
 
     def personal(self, c): return c.memory['own']

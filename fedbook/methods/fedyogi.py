@@ -19,9 +19,11 @@ class FedYogi(FedAvg):
     eta: float = setting(.01, 'server rate η', released=.01, above=0)
     tau: float = setting(.1, 'floor τ of the divisor', released=.1, above=0)
     beta1: float = setting(.9, 'memory of the mean change', released=.9, low=0, below=1)
-    beta2: float = setting(.999, 'memory of its square; at 1 it stays 0, and τ alone divides', released=.999, low=0, high=1)
+    beta2: float = setting(.999, 'memory of its square; at 1 it stays 0, and τ alone divides',
+                           released=.999, low=0, high=1)
 
-    def server(self, w, n): return dict(super().server(w, n), m=tmap(torch.zeros_like, w), v=tmap(torch.zeros_like, w))
+    def server(self, w, n):
+        return dict(super().server(w, n), m=tmap(torch.zeros_like, w), v=tmap(torch.zeros_like, w))
 
     def aggregate(self, state, messages, weights):
         new,w = super().aggregate(state, messages, weights),state['w']

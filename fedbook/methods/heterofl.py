@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from math import ceil
 import torch
 from torch import nn, Tensor
+
+# %% ../../nbs/02_methods/65_heterofl.ipynb #67ec9607
 from ..errors import choose, require
 from ..method import Client, FedAvg
 from ..memory import kind
@@ -41,15 +43,17 @@ def places(
     whole,before,out = last.rpartition('.')[0],None,{}
     for k,t in w.items():
         rows = torch.arange(len(t)) if k.rpartition('.')[0]==whole else window(len(t), rate, start)
-        out[k] = (rows, torch.arange(t.shape[1]) if k==first else columns(t, before, rate, start)) if k in names else (rows,)
+        out[k] = ((rows, torch.arange(t.shape[1]) if k==first else columns(t, before, rate, start))
+                  if k in names else (rows,))
         if k in names: before = t
     return out
 
-# %% ../../nbs/02_methods/65_heterofl.ipynb #72415b43
+# %% ../../nbs/02_methods/65_heterofl.ipynb #fa9dfe2f
 def columns(t, before, rate, start): # of a layer behind another
     pixels = t.shape[1]//len(before) if t.dim()==2 and before.dim() > 2 else 1
     return (window(t.shape[1]//pixels, rate, start)[:,None]*pixels + torch.arange(pixels)).flatten()
 
+# %% ../../nbs/02_methods/65_heterofl.ipynb #dd5a4419
 def at(index:tuple, device) -> tuple: # What picks those rows and columns
     rows,*cols = (i.to(device) for i in index)
     return (rows[:,None], *cols) if cols else (rows,)
@@ -81,18 +85,22 @@ def told(window:Tensor) -> tuple[float, int]: # Rate and begin
     rate,start = window.tolist()
     return rate, int(start)
 
+# %% ../../nbs/02_methods/65_heterofl.ipynb #a2957450
 def divided(m, x): return (x[0]/m.window[0].to(x[0].dtype),) if m.training else None
 
 # %% ../../nbs/02_methods/65_heterofl.ipynb #159445d6
 def scaled(net:Net) -> Net:
     "The network with inputs of BatchNorm divided by the rate, in training"
     known = nn.Linear,nn.Conv2d,nn.modules.batchnorm._BatchNorm,nn.modules.instancenorm._InstanceNorm
-    odd = next((type(m).__name__ for m in net.module.modules() if list(m.parameters(recurse=False)) and not (isinstance(m, known) and getattr(m, 'groups', 1)==1)), None)
-    require(odd is None, f'HeteroFL makes linear layers, convolutions and BatchNorm narrow, and cannot do that with {odd}; take mlp, cnn or resnet18.')
+    odd = next((type(m).__name__ for m in net.module.modules() if list(m.parameters(recurse=False))
+                and not (isinstance(m, known) and getattr(m, 'groups', 1)==1)), None)
+    require(odd is None, f'HeteroFL makes linear layers, convolutions and BatchNorm narrow, '
+                         f'and cannot do that with {odd}; take mlp, cnn or resnet18.')
     module = deepcopy(net.module)
     for m in module.modules():
         if isinstance(m, nn.modules.batchnorm._BatchNorm):
-            m.register_buffer('window', torch.tensor([1.,0.], dtype=torch.float64, device=next(module.parameters()).device))
+            m.register_buffer('window', torch.tensor([1.,0.], dtype=torch.float64,
+                                                     device=next(module.parameters()).device))
             m.register_forward_pre_hook(divided)
     return Net(module, net.frozen, next(module.parameters()).device)
 
@@ -108,7 +116,8 @@ def own_classes(
 def masked(w:dict, mask:Tensor) -> dict:
     "Weights with a head that gives 0 to the classes that are not in the mask"
     head = layers(w)[-1].rpartition('.')[0]
-    return {k: t*mask.to(t).view(-1, *[1]*(t.dim()-1)) if k.rpartition('.')[0]==head else t for k,t in w.items()}
+    return {k: t*mask.to(t).view(-1, *[1]*(t.dim()-1)) if k.rpartition('.')[0]==head else t
+            for k,t in w.items()}
 
 # %% ../../nbs/02_methods/65_heterofl.ipynb #0a00bf2d
 def owners_mean(
@@ -129,7 +138,8 @@ RATES = 1., .5, .25, .125, .0625
 @dataclass(frozen=True)
 class HeteroFL(FedAvg):
     "Clients train slices of the network as wide as they can (Diao, Ding and Tarokh 2021, Algorithm 1)"
-    rate: float = setting(None, 'share of the channels; `None`: by client, in turn 1, ½, ¼, ⅛, 1/16', paper='1 to 1/16', released='1 to 1/16', above=0, high=1)
+    rate: float = setting(None, 'share of the channels; `None`: by client, in turn 1, ½, ¼, ⅛, 1/16',
+                          paper='1 to 1/16', released='1 to 1/16', above=0, high=1)
     dynamic: bool = False # Are the rates of all clients drawn anew in each round?
     clip: float = setting(1., 'largest norm of a gradient', released=1., above=0)
 
@@ -142,7 +152,8 @@ class HeteroFL(FedAvg):
 
     def server(self, w, n):
         device = next(iter(w.values())).device
-        return dict(w=w, round=torch.zeros((), dtype=torch.int64, device=device), draw=torch.randint(2**62, ()).to(device))
+        return dict(w=w, round=torch.zeros((), dtype=torch.int64, device=device),
+                    draw=torch.randint(2**62, ()).to(device))
 
     def window(self, state, i): # the rate, and where the window begins
         draw = stream(int(state['draw']), 'rate', int(state['round']), i)
@@ -150,17 +161,23 @@ class HeteroFL(FedAvg):
 
     def send(self, state, i):
         window = self.window(state, i)
-        return dict(w=narrow(state['w'], places(state['w'], *window)), window=torch.tensor(window, dtype=torch.float64, device=state['draw'].device))
+        return dict(w=narrow(state['w'], places(state['w'], *window)),
+                    window=torch.tensor(window, dtype=torch.float64, device=state['draw'].device))
 
     def shown(self, state, i): return dict(w=state['w'])
 
     def start(self, c):
         rate,start = told(c.message['window'])
-        c.buffers = {k: c.message['window'].clone() if k.endswith('.window') else t[window(len(t), rate, start).to(t.device)] if t.dim() else t for k,t in c.buffers.items()}
+        c.buffers = {k: c.message['window'].clone() if k.endswith('.window')
+                     else t[window(len(t), rate, start).to(t.device)] if t.dim() else t
+                     for k,t in c.buffers.items()}
         return c.message['w'], dict(mask=self.mask(c))
 
-    def mask(self, c): return own_classes(c.y, len(c.message['w'][layers(c.message['w'])[-1]])).to(next(iter(c.message['w'].values())))
-    def loss(self, w, batch, c): return c.local.task.loss(c.logits(w, batch['x'])*c.memory['mask'], batch['y'])
+    def mask(self, c):
+        return own_classes(c.y, len(c.message['w'][layers(c.message['w'])[-1]])
+                          ).to(next(iter(c.message['w'].values())))
+    def loss(self, w, batch, c):
+        return c.local.task.loss(c.logits(w, batch['x'])*c.memory['mask'], batch['y'])
 
     def step(self, g, w, c):
         norm = sum(t.square().sum() for t in g.values()).sqrt()
@@ -176,7 +193,8 @@ class HeteroFL(FedAvg):
         def put(m):
             values,owned = widened(m['w'], places(state['w'], *told(m['window'])), state['w'])
             return values,masked(owned, m['mask'])
-        return dict(state, w=owners_mean(state['w'], [put(m) for m in messages], weights), round=state['round']+1)
+        return dict(state, w=owners_mean(state['w'], [put(m) for m in messages], weights),
+                    round=state['round']+1)
 
     def aggregate_buffers(self, old, buffers, weights):
         moving = {k: t for k,t in old.items() if not k.endswith('.window')}
@@ -184,7 +202,8 @@ class HeteroFL(FedAvg):
             rate,start = told(next(t for k,t in b.items() if k.endswith('.window')))
             index = {k: (window(len(t), rate, start),) for k,t in moving.items() if t.dim()}
             values,owned = widened({k: b[k] for k in index}, index, moving)
-            return {k: v if k in index else b[k] for k,v in values.items()}, {k: o if k in index else o+1 for k,o in owned.items()}
+            return ({k: v if k in index else b[k] for k,v in values.items()},
+                    {k: o if k in index else o+1 for k,o in owned.items()})
         return {**old, **owners_mean(moving, [put(b) for b in buffers], weights)}
 
     def personal(self, c): return masked(c.message['w'], self.mask(c))
@@ -210,6 +229,8 @@ def costs(
     "What a client of a rate has to hold, send and compute"
     from torch.utils.flop_counter import FlopCounterMode
     w = narrow(net.weights(), places(net.weights(), rate))
-    buffers = {k: t[window(len(t), rate).to(t.device)] if t.dim() and not k.endswith('.window') else t for k,t in net.buffers().items()}
+    buffers = {k: t[window(len(t), rate).to(t.device)] if t.dim() and not k.endswith('.window') else t
+               for k,t in net.buffers().items()}
     with FlopCounterMode(display=False) as counter: net.logits(w, buffers, x)
-    return dict(weights=sum(t.numel() for t in w.values()), bytes=sum(t.nbytes for t in w.values()), flops=counter.get_total_flops())
+    return dict(weights=sum(t.numel() for t in w.values()), bytes=sum(t.nbytes for t in w.values()),
+                flops=counter.get_total_flops())

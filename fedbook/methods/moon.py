@@ -37,10 +37,12 @@ def projected(
 ) -> Net: # Its projection and classifier are fresh
     "The network with a projection between body and head (Li, He and Song 2021)"
     m = net.module
-    require(isinstance(m, Classifier) and m.n_features, f'MOON puts a projection between body and head; it needs a Classifier whose head has a linear layer, and {type(m).__name__} is none.')
+    require(isinstance(m, Classifier) and m.n_features, 'MOON puts a projection between body and head; '
+            f'it needs a Classifier whose head has a linear layer, and {type(m).__name__} is none.')
     d,classes = m.n_features,[l.out_features for l in m.head.modules() if isinstance(l, nn.Linear)][-1]
     projection,like = nn.Sequential(nn.Linear(d, d), nn.ReLU(), nn.Linear(d, width)),next(m.parameters())
-    new = Classifier(Projected(OrderedDict(body=m.body, projection=projection)), nn.Linear(width, classes), m.name, m.origin).to(like)
+    new = Classifier(Projected(OrderedDict(body=m.body, projection=projection)), nn.Linear(width, classes),
+                     m.name, m.origin).to(like)
     return Net(new, [f'body.{f}' if lies_in(f, ('body',)) else f for f in net.frozen], like.device)
 
 # %% ../../nbs/02_methods/32_moon.ipynb #1addec94
@@ -48,6 +50,7 @@ def passes(c:Client, x:Tensor): # A context
     "The precision of passes in local training, as in `Client.logits`"
     return nullcontext() if c.local.precision=='float32' else torch.autocast(x.device.type, torch.bfloat16)
 
+# %% ../../nbs/02_methods/32_moon.ipynb #bdbd5d5d
 @dataclass(frozen=True)
 class MOON(FedAvg):
     "FedAvg with a model-contrastive term (Li, He and Song 2021, Algorithm 1)"
@@ -55,16 +58,22 @@ class MOON(FedAvg):
     tau: float = setting(.5, 'temperature τ', paper=.5, released=.5, above=0)
     width: int = setting(256, 'features behind the projection', paper=256, released=256, low=1)
 
-    def network(self, net): return net if isinstance(getattr(net.module, 'body', None), Projected) else projected(super().network(net), self.width)
+    def network(self, net):
+        return (net if isinstance(getattr(net.module, 'body', None), Projected)
+                else projected(super().network(net), self.width))
     def client(self, w): return dict(previous=w)
-    def start(self, c): return c.message['w'], dict(previous={**c.net.buffers(), **c.memory['previous']}, buffers=clone(c.buffers))
+    def start(self, c):
+        return (c.message['w'],
+                dict(previous={**c.net.buffers(), **c.memory['previous']}, buffers=clone(c.buffers)))
 
     def loss(self, w, batch, c):
         x,y = batch['x'],batch['y']
         with passes(c, x):
             z = c.net.features(w, c.buffers, x, train=True)
             answer = c.net.head(w, z, train=True)
-            with torch.no_grad(): z_glob,z_prev = c.net.features(c.message['w'], c.memory['buffers'], x),c.net.features(c.memory['previous'], {}, x)
+            with torch.no_grad():
+                z_glob,z_prev = (c.net.features(c.message['w'], c.memory['buffers'], x),
+                                 c.net.features(c.memory['previous'], {}, x))
         answer,*zs = (t.to(x.dtype) for t in (answer, z, z_glob, z_prev))
         return c.local.task.loss(answer, y) + self.mu*contrast(*zs, self.tau)
 

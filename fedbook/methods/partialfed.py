@@ -44,6 +44,7 @@ def layer_of(
     "The layers of a network, in their order"
     return {k: n for n,k in enumerate(dict.fromkeys(k.rpartition('.')[0] for k in w))}
 
+# %% ../../nbs/02_methods/6b_partialfed.ipynb #9c276db6
 def shares(
     pi:Tensor, # Logits π, [layers, 2]
     noise:Tensor, # Gumbel noise, [layers, 2]
@@ -61,8 +62,10 @@ def mixture(
 ) -> dict: # own + s·(new − own)
     "Every layer between the two models"
     at = {k: layers.get(k.rpartition('.')[0]) for k in new}
-    return {k: t if at[k] is None or not t.is_floating_point() else own[k] + s[at[k]]*(t-own[k]) for k,t in new.items()}
+    return {k: t if at[k] is None or not t.is_floating_point() else own[k] + s[at[k]]*(t-own[k])
+            for k,t in new.items()}
 
+# %% ../../nbs/02_methods/6b_partialfed.ipynb #50ab7788
 def chosen(
     new:dict, # The global model
     own:dict, # The client's
@@ -89,12 +92,14 @@ class PartialFedAdaptive(FedAvg):
 
     def learnt(self, c, own): # π after a pass over the client's samples
         layers,pi,batches = layer_of(c.message['w']),c.memory['pi'],probe(c, len(c.own), 'strategy')
-        noise = torch.from_numpy(stream(c.seed, 'gumbel', c.round, c.id).gumbel(size=(len(batches), *pi.shape))).to(pi)
+        noise = torch.from_numpy(stream(c.seed, 'gumbel', c.round,
+                                        c.id).gumbel(size=(len(batches), *pi.shape))).to(pi)
         def loss(p, b, n):
             s = shares(p['pi'], n, self.tau)
             w,buffers = mixture(c.message['w'], own, s, layers),mixture(c.buffers, own, s.detach(), layers)
             return c.local.task.loss(c.net.logits(w, buffers, b['x']), b['y'])
-        for b,n in zip(batches, noise): pi = pi - self.pi_lr*gradient(lambda p: loss(p, b, n), dict(pi=pi))[0]['pi']
+        for b,n in zip(batches, noise):
+            pi = pi - self.pi_lr*gradient(lambda p: loss(p, b, n), dict(pi=pi))[0]['pi']
         return pi
 
     def model(self, c, new, own, pi):

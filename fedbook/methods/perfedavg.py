@@ -16,6 +16,7 @@ from ..tensors import gradient, tmap
 # %% ../../nbs/02_methods/52_perfedavg.ipynb #11207a4a
 def moved(w:dict, g:dict, by:float) -> dict: return tmap(lambda w,g: w + by*g, w, g)
 
+# %% ../../nbs/02_methods/52_perfedavg.ipynb #a2814e5e
 def meta_gradient(
     loss, # Of weights and a batch
     w:dict, # Where
@@ -52,11 +53,13 @@ class PerFedAvg(FedAvg):
         linear = sum((g[k].detach()*w[k]).sum() for k in w)
         return of({k: v.detach() for k,v in w.items()}, batch) + linear - linear.detach()
 
-    def aggregate(self, state, messages, weights): return super().aggregate(state, messages, [1]*len(messages))
+    def aggregate(self, state, messages, weights):
+        return super().aggregate(state, messages, [1]*len(messages))
 
     def personal(self, c): # a step on all samples, a batch at a time
         w,n,total = c.message['w'],len(c.own),0
         for i in torch.arange(n, device=c.own.device).split(c.local.batch_size):
-            g,_ = gradient(lambda v: c.local.task.loss(c.net.logits(v, c.buffers, c.batch(i)['x']), c.batch(i)['y']), w)
+            g,_ = gradient(lambda v: c.local.task.loss(c.net.logits(v, c.buffers, c.batch(i)['x']),
+                                                       c.batch(i)['y']), w)
             total = tmap(lambda g: g*len(i)/n, g) if not total else tmap(lambda t,g: t + g*len(i)/n, total, g)
         return moved(w, total, -self.alpha)

@@ -52,7 +52,9 @@ class ProximalFT(FT):
     "FT with the penalty μ/2·‖w−w⁰‖², where w⁰ is the model before the stage (paper 002, section 3.2)"
     mu: float = setting(.01, 'strength μ of the pull, gradient μ(w−w⁰)', paper=.01, low=0)
     def client(self, w): return dict(own=w, origin=w)
-    def step(self, g, w, c): return tmap(lambda g,w,w0: g + self.mu*(w-w0), super().step(g, w, c), w, {k: c.memory['origin'][k] for k in w})
+    def step(self, g, w, c):
+        return tmap(lambda g,w,w0: g + self.mu*(w-w0), super().step(g, w, c), w,
+                    {k: c.memory['origin'][k] for k in w})
 
 # %% ../../nbs/02_methods/50_posthoc.ipynb #2b8a92d0
 def one_pass(
@@ -61,7 +63,8 @@ def one_pass(
 ) -> list: # dict(x [b, …], y [b])
     "All samples of a client in mini-batches, in an order of their own and as they are"
     order = torch.from_numpy(stream(c.seed, *what, c.round, c.id).permutation(len(c.own))).to(c.own.device)
-    return [c.batch(order[a:z]) for _,a,z,_ in batch_bounds(len(order), replace(c.local, epochs=1), 0, bool(c.buffers))]
+    return [c.batch(order[a:z]) for _,a,z,_
+            in batch_bounds(len(order), replace(c.local, epochs=1), 0, bool(c.buffers))]
 
 # %% ../../nbs/02_methods/50_posthoc.ipynb #de7d4c65
 @torch.no_grad()
@@ -69,10 +72,12 @@ def renewed(
     c:Client, # The client
     w:dict, # Its model
 ) -> dict: # Buffers
-    "The statistics of BatchNorm that belong to `w`: means over the batches of one pass, as `torch.optim.swa_utils.update_bn`"
+    """The statistics of BatchNorm that belong to `w`: means over the batches of one pass,
+    as `torch.optim.swa_utils.update_bn`"""
     norms = {k: m for k,m in c.net.moving if isinstance(m, nn.modules.batchnorm._BatchNorm)}
     if not norms: return c.buffers
-    buffers,usual = {k: torch.zeros_like(v) if k.endswith('num_batches_tracked') else v.clone() for k,v in c.buffers.items()},{k: m.momentum for k,m in norms.items()}
+    buffers,usual = {k: torch.zeros_like(v) if k.endswith('num_batches_tracked') else v.clone()
+                     for k,v in c.buffers.items()},{k: m.momentum for k,m in norms.items()}
     try:
         for m in norms.values(): m.momentum = None # a plain mean
         for b in one_pass(c, 'statistics'): c.net.logits(w, buffers, b['x'], train=True)
@@ -112,11 +117,13 @@ def snip_mask(
     g:dict, # Gradient
     sparsity:float, # Share of the weights that do not train
 ) -> dict: # Name to booleans, true where a weight trains
-    "The weights whose |g·w| is above the ⌊sparsity·n⌋-th smallest of all n; those equal to it are out (Lee et al. 2019, Algorithm 1)"
+    """The weights whose |g·w| is above the ⌊sparsity·n⌋-th smallest of all n; those equal to it are out
+    (Lee et al. 2019, Algorithm 1)"""
     scores = tmap(lambda w,g: (w*g).abs(), w, g)
     every = torch.cat([s.flatten() for s in scores.values()])
     k = int(sparsity*len(every))
-    return tmap(lambda s: s > every.kthvalue(k).values, scores) if k else tmap(lambda s: torch.ones_like(s, dtype=torch.bool), scores)
+    return (tmap(lambda s: s > every.kthvalue(k).values, scores) if k
+            else tmap(lambda s: torch.ones_like(s, dtype=torch.bool), scores))
 
 # %% ../../nbs/02_methods/50_posthoc.ipynb #eadd1afb
 @dataclass(frozen=True)
@@ -130,10 +137,12 @@ class SparseFT(FT):
 
     def mask(self, c, w):
         buffers = clone(c.buffers)
-        def of(b): return gradient(lambda w: c.local.task.loss(c.net.logits(w, buffers, b['x'], train=True), b['y']), w)[0]
+        def of(b): return gradient(
+            lambda w: c.local.task.loss(c.net.logits(w, buffers, b['x'], train=True), b['y']), w)[0]
         return snip_mask(w, reduce(partial(tmap, torch.add), map(of, one_pass(c, 'snip'))), self.sparsity)
 
-    def update(self, w, g, s, scale, c): return Masked(c.local.optimiser, c.memory['mask']).update(w, self.step(g, w, c), s, scale)
+    def update(self, w, g, s, scale, c):
+        return Masked(c.local.optimiser, c.memory['mask']).update(w, self.step(g, w, c), s, scale)
 
 # %% ../../nbs/02_methods/50_posthoc.ipynb #4f45419b
 def simplex(
@@ -149,6 +158,7 @@ def det(rows:list) -> Tensor: # Of scalars
     if len(rows)==1: return rows[0][0]
     return sum((-1)**j*a*det([r[:j]+r[j+1:] for r in rows[1:]]) for j,a in enumerate(rows[0]))
 
+# %% ../../nbs/02_methods/50_posthoc.ipynb #5f837c80
 def volume(
     vertices:list[dict], # At least two models
 ) -> Tensor: # A scalar
@@ -160,16 +170,20 @@ def volume(
 # %% ../../nbs/02_methods/50_posthoc.ipynb #aafa4e74
 @dataclass(frozen=True)
 class LSSFT(FT):
-    "Vertices of a simplex, each but the first trained as mixtures with those before it (Chen et al. 2024; paper 002, section 3.2)"
+    "Vertices of a simplex, all but the first trained as mixtures (Chen et al. 2024; paper 002, section 3.2)"
     vertices: int = setting(3, 'models', paper=3, released=3, low=1)
     first: int = setting(13, 'epochs of the first model', released=8, low=1)
-    further: int = setting(1, 'epochs of each other model but the last, which goes on to the end of the stage', released=1, low=1)
-    affinity: float = setting(1e-3, 'strength λ_a of the pull to the model before the stage', released=1e-3, low=0)
+    further: int = setting(1, 'epochs of each other model but the last, '
+                              'which goes on to the end of the stage', released=1, low=1)
+    affinity: float = setting(1e-3, 'strength λ_a of the pull to the model before the stage',
+                              released=1e-3, low=0)
     diversity: float = setting(1e-3, 'strength λ_d of the squared volume', released=1e-3, low=0)
     mixtures: int = setting(2, 'mixtures per batch', released=2, low=1)
-    every: int = setting(1, 'batches per step of a further model; only the last of them counts', released=15, low=1)
+    every: int = setting(1, 'batches per step of a further model; only the last of them counts',
+                         released=15, low=1)
 
-    def vertex(self, round): return 0 if round < self.first else min(1+(round-self.first)//self.further, self.vertices-1)
+    def vertex(self, round):
+        return 0 if round < self.first else min(1+(round-self.first)//self.further, self.vertices-1)
     def phases(self, epochs, round): return (self.vertex(round),)*epochs
     def client(self, w): return dict(own=w, origin=w)
 
@@ -192,7 +206,8 @@ class LSSFT(FT):
 
     def init(self, w, c):
         counted = self.every > 1 and 'vertices' in c.memory
-        return dict(super().init(w, c), **(dict(batch=dict(n=torch.zeros((), device=c.own.device))) if counted else {}))
+        return dict(super().init(w, c),
+                    **(dict(batch=dict(n=torch.zeros((), device=c.own.device))) if counted else {}))
 
     def update(self, w, g, s, scale, c):
         if 'batch' not in s: return super().update(w, g, s, scale, c)
@@ -214,6 +229,7 @@ class LPOnly(FT):
     def phases(self, epochs, round): return ('head',)*epochs
     def trains(self, phase): return ('head',) if phase=='head' else ()
 
+# %% ../../nbs/02_methods/50_posthoc.ipynb #fb8f78a4
 @dataclass(frozen=True)
 class LPFT(LPOnly):
     "Train the head alone first, then all weights (Kumar et al. 2022; paper 002, section 3.2)"

@@ -73,7 +73,8 @@ def losses_skip(net, w, buffers, batch_of, stepped):
 def losses_step(net, w, buffers, batch_of, stepped):
     "The loss after a step of the block alone"
     batch,new = batch_of(0),stepped(batch_of(0))
-    return {b: loss_on(net, {k: new[k] if lies_in(k, (b,)) else v for k,v in w.items()}, buffers, batch) for b in blocks(w)}
+    return {b: loss_on(net, {k: new[k] if lies_in(k, (b,)) else v for k,v in w.items()}, buffers, batch)
+            for b in blocks(w)}
 
 CRITERIA = dict(step=losses_step, skip=losses_skip, released=losses_released)
 
@@ -95,7 +96,7 @@ def lowest_losses(
 # %% ../../nbs/02_methods/11_ptalos.ipynb #4fe9826a
 @dataclass(frozen=True)
 class PTaLoS(TaLoSProx):
-    "TaLoSProx whose clients turn, by a schedule, to editing only their best k blocks (paper 000, Algorithm 1)"
+    "TaLoSProx whose clients turn by a schedule to editing their best k blocks only (paper 000, Algorithm 1)"
     k: int = setting(3, 'blocks that a client edits', paper=3, released=3, low=1)
     layer_batches: int = setting(4, 'batches that a block is judged by', released=4, low=1)
     criterion: str = 'step' # Of the choice: 'step', 'skip', or 'released', which is chance
@@ -118,17 +119,23 @@ class PTaLoS(TaLoSProx):
         return u > threshold(c.round+1, self.deterministic_round, self.reverse, self.variant)
 
     def layers(self, c, w, mask): # the k blocks with the lowest loss
-        def batch_of(i): bs = probe(c, self.layer_batches, 'layers', i); return {k: torch.cat([b[k] for b in bs]) for k in ('x','y')}
+        def batch_of(i):
+            bs = probe(c, self.layer_batches, 'layers', i)
+            return {k: torch.cat([b[k] for b in bs]) for k in ('x','y')}
         def stepped(batch):
-            g,_ = gradient(lambda w: F.cross_entropy(c.net.logits(w, clone(c.buffers), batch['x'], train=True), batch['y']), w)
+            g,_ = gradient(lambda w: F.cross_entropy(
+                c.net.logits(w, clone(c.buffers), batch['x'], train=True), batch['y']), w)
             return Masked(c.local.optimiser, mask, self.variant).update(w, g, c.local.optimiser.init(w))[0]
         losses = CRITERIA[self.criterion](c.net, w, c.buffers, batch_of, stepped)
-        if self.criterion=='released': losses = {b: losses[b] for b in stream(c.seed, 'level blocks', c.round, c.id).permutation(list(losses)).tolist()}
+        if self.criterion=='released':
+            losses = {b: losses[b] for b
+                      in stream(c.seed, 'level blocks', c.round, c.id).permutation(list(losses)).tolist()}
         return lowest_losses(losses, self.k)
 
     def mask(self, c, w):
         mask,released = super().mask(c, w),self.variant=='released'
-        if not self.edits_layers(c): return {k: m | (released and not k.endswith(('weight','bias'))) for k,m in mask.items()}
+        if not self.edits_layers(c):
+            return {k: m | (released and not k.endswith(('weight','bias'))) for k,m in mask.items()}
         mine,last = self.layers(c, w, mask),max(i for i,k in enumerate(w) if lies_in(k, blocks(w)))
         def of(i, k):
             if lies_in(k, mine): return mask[k]

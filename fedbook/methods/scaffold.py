@@ -22,7 +22,8 @@ def slope(
 ) -> dict: # g(w)
     "The gradient of the mean loss over all samples of a client"
     c,n = replace(c, buffers=clone(c.buffers)),len(c.own)
-    bounds,every = batch_bounds(n, replace(c.local, epochs=1), c.round, bool(c.buffers)),torch.arange(n, device=c.own.device)
+    bounds,every = (batch_bounds(n, replace(c.local, epochs=1), c.round, bool(c.buffers)),
+                    torch.arange(n, device=c.own.device))
     parts = [((z-a)/n, gradient(lambda v: loss(v, c.batch(every[a:z]), c), w)[0]) for _,a,z,_ in bounds]
     return tmap(lambda w,*gs: decay*w + sum(p*g for (p,_),g in zip(parts, gs)), w, *(g for _,g in parts))
 
@@ -31,22 +32,30 @@ def slope(
 class SCAFFOLD(FedAvg):
     "FedAvg with control variates against the drift of local steps (Karimireddy et al. 2020, Algorithm 1)"
     eta: float = setting(1., 'server rate η_g', paper=1., above=0)
-    option: int = setting(2, 'how a client renews its control variate: 1, one more pass, or 2, from its steps', paper='1 and 2', low=1, high=2)
+    option: int = setting(2,
+                          'how a client renews its control variate: 1, one more pass, or 2, from its steps',
+                          paper='1 and 2', low=1, high=2)
 
-    def server(self, w, n): return dict(super().server(w, n), c=tmap(torch.zeros_like, w), clients=next(iter(w.values())).new_full((), float(n)))
+    def server(self, w, n):
+        return dict(super().server(w, n), c=tmap(torch.zeros_like, w),
+                    clients=next(iter(w.values())).new_full((), float(n)))
     def client(self, w): return dict(own=tmap(torch.zeros_like, w))
     def send(self, state, i): return dict(super().send(state, i), c=state['c'])
 
     def start(self, c):
         w,memory = super().start(c)
-        return w, dict(memory, next=slope(c, self.loss, w, c.local.optimiser.weight_decay)) if self.option==1 else memory
+        return (w,
+                dict(memory, next=slope(c, self.loss, w, c.local.optimiser.weight_decay)) if self.option==1
+                else memory)
 
-    def step(self, g, w, c): return tmap(lambda g,own,all: g - own + all, super().step(g, w, c), c.memory['own'], c.message['c'])
+    def step(self, g, w, c):
+        return tmap(lambda g,own,all: g - own + all, super().step(g, w, c), c.memory['own'], c.message['c'])
 
     def finish(self, w, c):
         message,memory = super().finish(w, c)
         new = c.memory['next'] if self.option==1 else self.undone(w, c)
-        return dict(message, dc=tmap(torch.sub, new, c.memory['own'])), dict({k: v for k,v in memory.items() if k!='next'}, own=new)
+        return (dict(message, dc=tmap(torch.sub, new, c.memory['own'])),
+                dict({k: v for k,v in memory.items() if k!='next'}, own=new))
 
     def undone(self, w, c): # option II
         o = c.local.optimiser

@@ -38,7 +38,9 @@ class FedAdagrad(FedAvg):
 
     def server(self, w, n):
         v0 = 0. if self.flower else self.tau**2
-        return dict(super().server(w, n), m=tmap(torch.zeros_like, w), v=tmap(lambda w: torch.full_like(w, v0), w), round=next(iter(w.values())).new_zeros((), dtype=torch.int64))
+        return dict(super().server(w, n), m=tmap(torch.zeros_like, w),
+                    v=tmap(lambda w: torch.full_like(w, v0), w),
+                    round=next(iter(w.values())).new_zeros((), dtype=torch.int64))
 
     def second(self, v, d): return v + d*d # the next v
     def rate(self, t): return self.eta     # in round t, from 1
@@ -48,7 +50,8 @@ class FedAdagrad(FedAvg):
         d = tmap(torch.sub, new['w'], w)
         m = tmap(lambda m,d: self.beta1*m + (1-self.beta1)*d, state['m'], d)
         v = tmap(self.second, state['v'], d)
-        return dict(new, w=tmap(lambda w,m,v: w + eta*m/(v.sqrt()+self.tau), w, m, v), m=m, v=v, round=state['round']+1)
+        return dict(new, w=tmap(lambda w,m,v: w + eta*m/(v.sqrt()+self.tau), w, m, v), m=m, v=v,
+                    round=state['round']+1)
 
 # %% ../../nbs/02_methods/71_server_optimisers.ipynb #b1886dfd
 @dataclass(frozen=True)
@@ -58,4 +61,5 @@ class FedAdam(FedAdagrad):
     beta2: float = setting(.99, 'memory of its square', paper=.99, low=0, below=1)
 
     def second(self, v, d): return self.beta2*v + (1-self.beta2)*d*d
-    def rate(self, t): return self.eta*(sqrt(1-self.beta2**(t+1))/(1-self.beta1**(t+1)) if self.flower else 1.)
+    def rate(self, t):
+        return self.eta*(sqrt(1-self.beta2**(t+1))/(1-self.beta1**(t+1)) if self.flower else 1.)
