@@ -19,6 +19,11 @@ def test_notebook_is_clean(nb):
         assert not any(o['output_type']=='error' for o in c.get('outputs', []))
     assert 'site-packages' not in nb.read_text(), 'a warning with a path of the machine'
 
+@pytest.mark.parametrize('nb', NBS, ids=lambda p: p.stem)
+def test_no_progress_bar_is_frozen_in_a_notebook(nb):
+    outputs = [o for c in cells(nb) for o in c.get('outputs', [])]
+    assert not any('widget-view' in json.dumps(o) or 'it/s]' in json.dumps(o) for o in outputs), 'delete the output'
+
 def length(cell):
     "Lines of code: neither blank, nor a directive, nor a parameter that is documented on a line of its own"
     return sum(bool(l.strip()) and not re.match(r'#\||    \S+.*, # |\)( ->.*)?:( #.*)?$', l) for l in cell.splitlines())
