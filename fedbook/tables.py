@@ -239,7 +239,7 @@ def grid_html(
     return '\n'.join(['<table>', f'<thead>{header_html(grid)}</thead>', '<tbody>', *map(line, before(grid), grid.rows), '</tbody>', '</table>'])
 
 # %% ../nbs/01_foundations/39_tables.ipynb #1d5185e9
-WORDS = {'≈': '≈ agrees with the printed value', '?': '? undecided: our interval lies on both sides of what would agree'}
+WORDS = {'≈': '≈ agrees with the printed value', '?': '? undecided: one seed, or an interval that reaches both sides of what would agree'}
 
 def legend_of(
     grid:Grid, # A table
