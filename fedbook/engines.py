@@ -8,7 +8,7 @@ __all__ = ['OFTEN', 'CACHE', 'SEVERAL', 'NO_GPU', 'ONLY_GPU', 'TEAMS', 'ENGINES'
            'first_states', 'stackable', 'worth_a_trace', 'common', 'local_step_of', 'replies_of', 'follow', 'FellBack',
            'out_of_memory', 'Traced', 'views', 'standing', 'give_up', 'halve', 'stacked', 'graphs', 'cores',
            'Processes', 'team_of', 'disband', 'engine', 'used', 'possible', 'trial', 'round_seconds', 'measure',
-           'local_steps', 'kind', 'choice', 'Fastest']
+           'local_steps', 'kind', 'busy', 'choice', 'Fastest']
 
 # %% ../nbs/01_foundations/38_engines.ipynb #dd562e60
 from collections import Counter
@@ -400,19 +400,25 @@ def kind(
 # %% ../nbs/01_foundations/38_engines.ipynb #4385c28a
 CHOICES = {}
 
+# %% ../nbs/01_foundations/38_engines.ipynb #5b44c04c
+def busy() -> bool: # Is more going on than half as much again as this machine has cores?
+    "Times that are measured beside much other work say little about later"
+    return getattr(os, 'getloadavg', lambda: [0])()[0] > 1.5*os.cpu_count()
+
 # %% ../nbs/01_foundations/38_engines.ipynb #9101fb60
 def choice(
     fed:Federation, # The run
 ) -> tuple[str, float]: # A name in `ENGINES`, and its seconds per local step
-    "The fastest engine for a run on this machine, measured once"
-    key,file = kind(fed),data_dir()/'engines.json'
-    try: CHOICES.update({k: (e, float(s)) for k,(e,s) in json.loads(file.read_text()).items() if e in ENGINES})
+    "The fastest engine for a run on this machine, measured once; what a busy machine measures is not kept for later"
+    key,file,kept = kind(fed),data_dir()/'engines.json',{}
+    try: kept = {k: (e, float(s)) for k,(e,s) in json.loads(file.read_text()).items() if e in ENGINES}
     except (OSError, ValueError, TypeError, AttributeError): pass # no file, or not one of ours
+    CHOICES.update(kept)
     if key not in CHOICES:
-        times = measure(fed)
-        CHOICES[key] = min(times.items(), key=lambda t: t[1])
+        CHOICES[key] = min(measure(fed).items(), key=lambda t: t[1])
+        if busy(): return CHOICES[key]
         try:
-            with writing(file) as part: part.write_text(json.dumps(CHOICES, indent=1))
+            with writing(file) as part: part.write_text(json.dumps(kept | {key: CHOICES[key]}, indent=1))
         except Refused: pass # a folder without permission: the choice is measured again next time
     return CHOICES[key]
 

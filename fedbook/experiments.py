@@ -7,8 +7,8 @@ __all__ = ['BESIDE', 'UNCHANGED', 'Setting', 'local', 'protocol', 'device', 'dat
            'normaliser', 'frozen_features', 'network', 'split', 'resplit', 'shared_out', 'own_tests', 'hold_out',
            'shifted', 'groups_of', 'federation', 'stage_after', 'own_models', 'at_global_model', 'stages_of',
            'code_fingerprint', 'user_code', 'is_user_model', 'weights', 'equivalent_codes', 'Case', 'run_case',
-           'checkpoint', 'record', 'device_name', 'expected_costs', 'timed', 'run_cases', 'without_running', 'newest',
-           'together', 'delete_checkpoint', 'progress']
+           'checkpoint', 'record', 'device_name', 'stage_costs', 'stage_cost', 'expected_costs', 'timed', 'run_cases',
+           'without_running', 'newest', 'together', 'delete_checkpoint', 'told', 'progress']
 
 # %% ../nbs/01_foundations/50_experiments.ipynb #63b38e0c
 from dataclasses import dataclass, field, replace
@@ -407,28 +407,48 @@ def device_name(
     if device=='cuda': return torch.cuda.get_device_name()
     return f'{cores()} CPU core{"s"*(cores()>1)} ({platform.machine()})'
 
+# %% ../nbs/01_foundations/50_experiments.ipynb #46dd3f25
+def stage_costs(
+    case:Case, # A cell of a table
+    seed:int, # For its partition
+    device:str, # Where to compute
+    scored:dict, # Seconds of one scoring of test set and validation part, for each network and data set that was timed; filled
+) -> tuple[str, list[float]]: # The name of the first stage's engine, and each stage's seconds
+    "How long the stages of a run will take, from the time of a local step of each method and of one scoring"
+    s,first = case.setting,federation(case.setting.stage(0), seed, device)
+    key = json.dumps([s.data, s.model, s.input, s.frozen, s.leaky], sort_keys=True)
+    if key not in scored: f = ready(first); scored[key] = [timed(lambda: score(f, begin(f), 0)) for score in (evaluate, validate)]
+    later = [replace(first, method=method(**t.method), local=local(**t.local), protocol=protocol(**t.protocol)) for t in map(s.stage, range(1, len(s.after)+1))]
+    engines,seconds = zip(*(stage_cost(ready(f), *scored[key]) for f in [first, *later]))
+    return engines[0],list(seconds)
+
+# %% ../nbs/01_foundations/50_experiments.ipynb #78b7a9db
+def stage_cost(
+    fed:Federation, # A stage
+    per_test:float, # Seconds of scoring the test set
+    per_validation:float, # Seconds of scoring the validation part
+) -> tuple[str, float]: # The name of its engine, and seconds
+    "Local steps, scorings in the rounds, and scorings of the clients' own models"
+    (engine,step),p,d = choice(fed),fed.protocol,fed.data
+    personal = 0 if shared(fed) else sum(map(len, d.test_clients or []))/len(d.test[1])
+    if p.cross: personal += (1 if shared(fed) else len(d.clients))*len(np.unique(np.concatenate(cross_parts(fed))))/len(d.test[1])
+    scorings = p.rounds//p.evaluate_every + personal*(1 + (p.rounds-1)//(p.personal_every or p.rounds))
+    return engine, local_steps(fed)*step + p.rounds*per_validation + scorings*per_test
+
 # %% ../nbs/01_foundations/50_experiments.ipynb #7372804a
 def expected_costs(
     todo:list, # Pairs of a case and a seed
     device:str='cpu', # Where to compute
 ) -> list: # For each, the name of its engine, and seconds
-    "How long runs will take on their engines, from the time of a local step of each method and of one scoring of test set and validation part"
-    if not todo: return []
-    fed = ready(federation(todo[0][0].setting.stage(0), todo[0][1], device))
-    per_test,per_round = (timed(lambda: f(fed, begin(fed), 0)) for f in (evaluate, validate))
-    def of_stage(f):
-        (engine,step),p,d = choice(f),f.protocol,f.data
-        personal = 0 if shared(f) else sum(map(len, d.test_clients or []))/len(d.test[1])
-        if p.cross: personal += (1 if shared(f) else len(d.clients))*len(np.unique(np.concatenate(cross_parts(f))))/len(d.test[1])
-        scorings = p.rounds//p.evaluate_every + personal*(1 + (p.rounds-1)//(p.personal_every or p.rounds))
-        return engine, local_steps(f)*step + p.rounds*per_round + scorings*per_test
-    def cost(case):
-        s,f = case.setting,federation(case.setting.stage(0), todo[0][1], device)
-        then = [replace(f, method=method(**t.method), local=local(**t.local), protocol=protocol(**t.protocol)) for t in map(s.stage, range(1, len(s.after)+1))]
-        engines,seconds = zip(*(of_stage(ready(g)) for g in [f, *then]))
-        return engines[0], sum(seconds)
-    costs = {i: cost(case) for i,case in {id(c): c for c,_ in todo}.items()}
-    return [costs[id(c)] for c,_ in todo]
+    "How long runs will take on their engines; a stage that several runs share counts for the first of them"
+    costs,scored,counted,plans = {},{},set(),[]
+    for case,seed in todo:
+        if id(case) not in costs: costs[id(case)] = stage_costs(case, seed, device, scored)
+        engine,seconds = costs[id(case)]
+        names = [replace(case, setting=case.setting.until(i)).fingerprint(seed) for i in range(len(seconds))]
+        plans.append((engine, sum(s for name,s in zip(names, seconds) if name not in counted)))
+        counted.update(names)
+    return plans
 
 # %% ../nbs/01_foundations/50_experiments.ipynb #27a53fd2
 def timed(
@@ -459,17 +479,14 @@ def run_cases(
         done = {k: known[f] for k,(c,s) in wanted.items() for f in reversed(c.fingerprints(s)) if f in known}
         if not rerun or os.environ.get('FEDBOOK_RERUN')=='0': return without_running(rows, wanted, done, folder, about)
         todo = [v for k,v in wanted.items() if k not in done]
-        start,plans = time.time(),expected_costs(todo, device)
-        expected = sum(seconds for _,seconds in plans)
-        def report(n, left): progress(folder, n, len(todo), len(wanted), left, expected)
-        report(0, expected)
-        with tqdm(total=len(todo), desc=f'about {expected:.0f} s', disable=None) as bar:
-            for case,some in together(todo, [name if engine=='auto' else engine for name,_ in plans], device):
+        progress(folder, 0, len(todo), len(wanted), 0, 0, now='timing a step of each method'*bool(todo))
+        plans = expected_costs(todo, device)
+        groups = together(todo, [name if engine=='auto' else engine for name,_ in plans], device)
+        with tqdm(total=len(todo), desc=f'about {sum(s for _,s in plans):.0f} s', disable=None) as bar:
+            for case,some in told(groups, {(id(c), seed): s for (c,seed),(_,s) in zip(todo, plans)}, folder, len(wanted)):
                 for r in run_case(case, some, device, folder, engine, around, **about): append(path, r); done[r['fingerprint']] = r
                 for seed in some: delete_checkpoint(case, seed, folder, len(case.setting.after))
                 bar.update(len(some))
-                left = sum(k not in done for k in wanted)
-                report(len(todo)-left, (time.time()-start)/(len(todo)-left)*left)
     for case,seed in todo:
         for i in range(len(case.setting.after)): delete_checkpoint(case, seed, folder, i)
     return [{**done[k], **about} for k in wanted]
@@ -515,6 +532,22 @@ def delete_checkpoint(case:Case, seed:int, folder:Path, i:int):
     file.unlink(missing_ok=True)
     shutil.rmtree(file.with_suffix('.memory'), ignore_errors=True)
 
+# %% ../nbs/01_foundations/50_experiments.ipynb #0fd38589
+def told(
+    groups:list, # Pairs of a case and seeds, in their order
+    seconds:dict, # Expected for a run, by the case's `id` and seed
+    folder:Path, # Where progress.json goes
+    total:int, # Runs of the whole table
+):
+    "Each pair; before it, and at the end, is told how far the table is. What is left is corrected by what the finished runs took"
+    start,n,ran,todo,expected = time.time(),0,0,len(seconds),sum(seconds.values())
+    for case,some in groups:
+        left = (expected-ran)*((time.time()-start)/ran if ran else 1)
+        progress(folder, n, todo, total, left, expected, now=', '.join(map(str, case.cell.values())))
+        yield case,some
+        n,ran = n+len(some),ran+sum(seconds[id(case), seed] for seed in some)
+    progress(folder, todo, todo, total, 0, expected)
+
 # %% ../nbs/01_foundations/50_experiments.ipynb #2e014e76
 def progress(
     folder:Path, # Where progress.json goes
@@ -523,7 +556,8 @@ def progress(
     total:int, # Runs of the whole table
     left:float, # Seconds still expected
     expected:float, # Seconds expected at the start
+    now:str='', # What runs, in words
 ):
     "Tell whoever watches how far a table is"
-    about = dict(done=total-todo+n, total=total, left=round(left, 3), todo=todo, expected=round(expected, 3))
+    about = dict(done=total-todo+n, total=total, left=round(left, 3), todo=todo, expected=round(expected, 3), now=now)
     with writing(Path(folder)/'progress.json') as part: part.write_text(json.dumps(about))
