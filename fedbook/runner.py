@@ -15,7 +15,8 @@ import json, logging, multiprocessing, os, tempfile, threading, time, warnings
 from tqdm.auto import tqdm
 from .errors import nearest, Refused, require
 from .files import writing
-from .manifest import changed_name, changed_runs, experiment, experiments, figures, output_folder, PROFILES, root
+from .manifest import (changed_name, changed_runs, experiment, experiments, figures,
+    output_folder, PROFILES, root)
 from .page import Made, notebook_page, page
 
 # %% ../nbs/01_foundations/60_runner.ipynb #31d0ca92
@@ -37,7 +38,8 @@ def plan(
 ) -> list[Job]: # Checked
     "The jobs for some tables; raises `Refused` for anything that would not run as asked"
     wanted,jobs = parameters.get('profile'),[]
-    require(wanted is None, f'The parameter profile only names a run; choose another with --profile {wanted}.')
+    require(wanted is None,
+        f'The parameter profile only names a run; choose another with --profile {wanted}.')
     for e in map(experiment, ids or experiments()):
         nb,given = root()/'nbs'/e.notebook,changed(e.parameters(profile), parameters)
         check_parameters(nb, given)
@@ -51,9 +53,11 @@ def changed(
     parameters:dict, # Instead of those
 ) -> dict: # All parameters, with a note on the changed ones
     "Parameters in place of a profile's, and said so; the engine changes no result, and each row names it"
-    given,differ = manifest | parameters,{k: v for k,v in parameters.items() if manifest.get(k)!=v and k!='engine'}
+    given,differ = manifest | parameters,{k: v for k,v in parameters.items() if manifest.get(k)!=v
+        and k!='engine'}
     if not differ: return given
-    require(isinstance(given.get('stand_in', {}), dict), 'The parameter stand_in must be a table of what replaces what, e.g. stand_in={data="..."}.')
+    require(isinstance(given.get('stand_in', {}), dict),
+        'The parameter stand_in must be a table of what replaces what, e.g. stand_in={data="..."}.')
     words = ', '.join(f'{k} = {v!r}' for k,v in differ.items())
     noted = dict(stand_in=given['stand_in'] | dict(changed=words)) if 'stand_in' in given else {}
     return given | dict(profile=changed_name(manifest['profile'], differ)) | noted
@@ -65,10 +69,14 @@ def notebook_parameters(
     "The parameters of a notebook; raises `Refused` where no cell, or more than one, carries the tag"
     import ast
     require(Path(nb).exists(), f'There is no notebook {nb}; the manifest expects it there.')
-    cells = [c for c in json.loads(Path(nb).read_text())['cells'] if 'parameters' in c['metadata'].get('tags', [])]
-    require(len(cells)==1, f"{Path(nb).name} has {len(cells)} cells with the tag 'parameters' and must have one; without it papermill would ignore what it is given.")
+    cells = [c for c in json.loads(Path(nb).read_text())['cells']
+        if 'parameters' in c['metadata'].get('tags', [])]
+    require(len(cells)==1,
+        f"{Path(nb).name} has {len(cells)} cells with the tag 'parameters' and must have one; without it "
+        f"papermill would ignore what it is given.")
     nodes = ast.parse(''.join(cells[0]['source'])).body
-    return [t.id for n in nodes for t in (n.targets if isinstance(n, ast.Assign) else [n.target]) if isinstance(n, (ast.Assign, ast.AnnAssign))]
+    return [t.id for n in nodes for t in (n.targets if isinstance(n, ast.Assign) else [n.target])
+        if isinstance(n, (ast.Assign, ast.AnnAssign))]
 
 # %% ../nbs/01_foundations/60_runner.ipynb #26a6b1b4
 def check_parameters(
@@ -79,7 +87,8 @@ def check_parameters(
     known = notebook_parameters(nb)
     for k in given:
         near = nearest(k, known)
-        require(k in known, f'{Path(nb).name} has no parameter {k!r}; ' + (f'did you mean {near!r}?' if near else f'it has {", ".join(known)}.'))
+        require(k in known, f'{Path(nb).name} has no parameter {k!r}; '
+            + (f'did you mean {near!r}?' if near else f'it has {", ".join(known)}.'))
 
 # %% ../nbs/01_foundations/60_runner.ipynb #edc18f1f
 def check_values(
@@ -99,7 +108,8 @@ def mark(
     now:str, # 'waiting' or 'begun'
 ):
     "Tell how far a table is that has not yet counted its runs"
-    with writing(job.folder/'progress.json') as p: p.write_text(json.dumps(dict(done=0, total=0, left=0, todo=0, expected=0, now=now)))
+    with writing(job.folder/'progress.json') as p:
+        p.write_text(json.dumps(dict(done=0, total=0, left=0, todo=0, expected=0, now=now)))
 
 # %% ../nbs/01_foundations/60_runner.ipynb #5ce688a6
 def run_job(
@@ -111,13 +121,15 @@ def run_job(
     mark(job, 'begun')
     for old in [job.folder/'run.json', *job.folder.glob('.*.running.ipynb')]: old.unlink(missing_ok=True)
     try: execute(job, part)
-    except Exception as e: # a dead kernel and a timeout are no `PapermillExecutionError`, and leave no mark in the notebook
+    # a dead kernel and a timeout are no `PapermillExecutionError`, and leave no mark in the notebook
+    except Exception as e:
         if part.exists(): os.replace(part, job.folder/'failed.ipynb')
         return dict(id=job.id, status='FAILED', seconds=round(time.time()-start, 1), error=reason(e))
     forget_paths(part)
     os.replace(part, job.folder/'notebook.ipynb')
     (job.folder/'failed.ipynb').unlink(missing_ok=True)
-    done = dict(id=job.id, profile=job.profile, status='ok', seconds=round(time.time()-start, 1), parameters=job.parameters, error='')
+    done = dict(id=job.id, profile=job.profile, status='ok', seconds=round(time.time()-start, 1),
+        parameters=job.parameters, error='')
     with writing(job.folder/'run.json') as p: p.write_text(json.dumps(done, indent=1))
     return done
 
@@ -125,9 +137,11 @@ def run_job(
 def forget_paths(
     nb:Path, # An executed notebook, changed in place
 ):
-    "Keep only the file names of the paths that papermill noted, and of warnings where they come from in the project"
+    """Keep only the file names of the paths that papermill noted, and of warnings where they come from in
+    the project"""
     made = json.loads(nb.read_text().replace(f'{root()}/', ''))
-    for k in ('input_path','output_path'): made['metadata']['papermill'][k] = Path(made['metadata']['papermill'][k]).name.strip('.')
+    for k in ('input_path','output_path'):
+        made['metadata']['papermill'][k] = Path(made['metadata']['papermill'][k]).name.strip('.')
     nb.write_text(json.dumps(made, indent=1))
 
 # %% ../nbs/01_foundations/60_runner.ipynb #5938458a
@@ -150,8 +164,10 @@ def execute(
     from traitlets.config import Config
     logging.getLogger('papermill').setLevel(logging.ERROR)
     with tempfile.TemporaryDirectory(prefix='fb') as d:
-        papermill.execute_notebook(str(job.notebook), str(to), job.parameters, kernel_name='python3', language='python', cwd=str(job.notebook.parent),
-            kernel_manager_class=manager(), progress_bar=False, autosave_cell_every=30, execution_timeout=job.timeout,
+        papermill.execute_notebook(str(job.notebook), str(to), job.parameters, kernel_name='python3',
+            language='python', cwd=str(job.notebook.parent),
+            kernel_manager_class=manager(), progress_bar=False, autosave_cell_every=30,
+            execution_timeout=job.timeout,
             config=Config(KernelManager=dict(transport='ipc', ip=f'{d}/k')))
 
 # %% ../nbs/01_foundations/60_runner.ipynb #fb5d1731
@@ -159,7 +175,8 @@ def reason(
     e:Exception, # What papermill raised
 ) -> str: # One line
     "Why a notebook failed, in one line"
-    known = dict(DeadKernelError='the kernel died (killed, or out of memory)', CellTimeoutError='a cell took longer than its timeout')
+    known = dict(DeadKernelError='the kernel died (killed, or out of memory)',
+        CellTimeoutError='a cell took longer than its timeout')
     if type(e).__name__ in known: return known[type(e).__name__]
     if hasattr(e, 'ename'): return f'{e.ename}: {e.evalue}'
     return f'{type(e).__name__}: {next((l for l in reversed(str(e).splitlines()) if l.strip(" -")), "")}'
@@ -170,7 +187,8 @@ def worker(
     rerun:bool=True, # Shall its notebooks run what is missing?
 ):
     "What a worker process does first: one thread for its kernels, and an end when its parent has ended"
-    os.environ.update(FEDBOOK_CORES=str(cores), FEDBOOK_RERUN=str(int(rerun)), FEDBOOK_REPRODUCES='1', OMP_NUM_THREADS='1', MKL_NUM_THREADS='1', TQDM_DISABLE='1', PYDEVD_DISABLE_FILE_VALIDATION='1')
+    os.environ.update(FEDBOOK_CORES=str(cores), FEDBOOK_RERUN=str(int(rerun)), FEDBOOK_REPRODUCES='1',
+        OMP_NUM_THREADS='1', MKL_NUM_THREADS='1', TQDM_DISABLE='1', PYDEVD_DISABLE_FILE_VALIDATION='1')
     parent = os.getppid()
     def watch():
         while os.getppid()==parent: time.sleep(.5)
@@ -190,12 +208,14 @@ def reproduce(
     "Make tables; raises `Refused` before any kernel starts if one of them would not run as asked"
     require(workers >= 1, f'-j must be at least 1, not {workers}.')
     jobs,results,known = plan(ids, profile, parameters),[],set()
-    require(rerun or resume, 'Without rerun the finished runs are all there is; leave out --no-resume or --no-rerun.')
+    require(rerun or resume,
+        'Without rerun the finished runs are all there is; leave out --no-resume or --no-rerun.')
     for j in jobs: clear(j, resume)
     for j in jobs:
         if j.profile!=profile: say(f'{j.id:12} has other parameters than {profile} and goes to {j.folder}')
     workers = min(workers, len(jobs))
-    with ProcessPoolExecutor(workers, multiprocessing.get_context('spawn'), worker, (max(1, os.cpu_count()//workers), rerun)) as pool:
+    with ProcessPoolExecutor(workers, multiprocessing.get_context('spawn'), worker,
+        (max(1, os.cpu_count()//workers), rerun)) as pool:
         pending = {pool.submit(run_job, j) for j in jobs}
         with tqdm(disable=None, bar_format='{percentage:3.0f}%|{bar:20}| {elapsed}{postfix}') as bar:
             while pending:
@@ -213,7 +233,8 @@ def clear(
 ):
     "Make a job's folder ready; rows that shall not be kept are put aside"
     mark(job, 'waiting')
-    if not resume and (job.folder/'rows.jsonl').exists(): os.replace(job.folder/'rows.jsonl', job.folder/'rows.previous.jsonl')
+    if not resume and (job.folder/'rows.jsonl').exists():
+        os.replace(job.folder/'rows.jsonl', job.folder/'rows.previous.jsonl')
 
 # %% ../nbs/01_foundations/60_runner.ipynb #fcf6eb6a
 def how_far(
@@ -234,22 +255,30 @@ def show_progress(
     ended:set, # Ids of the jobs that have ended
     say, # Told the cost of each job, once
 ):
-    "Cost, what runs, and the time left, from what the notebooks say of themselves; a table counts as one run more, so that 100 % means that all is done"
+    """Cost, what runs, and the time left, from what the notebooks say of themselves;
+    a table counts as one run more, so that 100 % means that all is done"""
     ps = {j.id: json.loads((j.folder/'progress.json').read_text()) for j in jobs}
     for i,p in ps.items():
-        if (p['expected'] or p['done']) and i not in known: bar.clear(); say(f'{i:12} {p["todo"]} of {p["total"]} runs to do, about {duration(p["expected"])}'); known.add(i)
+        if (p['expected'] or p['done']) and i not in known:
+            bar.clear()
+            say(f'{i:12} {p["todo"]} of {p["total"]} runs to do, about {duration(p["expected"])}')
+            known.add(i)
     bar.total,bar.n = sum(p['total']+1 for p in ps.values()),sum(p['done'] for p in ps.values()) + len(ended)
-    bar.set_postfix_str('; '.join(how_far(j, ps[j.id]) for j in jobs if j.id not in ended and ps[j.id]['now']!='waiting'))
+    bar.set_postfix_str('; '.join(how_far(j, ps[j.id]) for j in jobs if j.id not in ended
+        and ps[j.id]['now']!='waiting'))
 
 # %% ../nbs/01_foundations/60_runner.ipynb #7bb48f76
 def state(
     id:str, # A table's id
     profile:str, # Which run of it
-) -> dict: # `state`: 'done', 'failed', 'stopped' or 'not run'; `seconds` and `device` (maybe unknown, '') where it is done
+    # `state`: 'done', 'failed', 'stopped' or 'not run'; `seconds` and `device` (maybe unknown, '') where it
+    # is done
+) -> dict:
     "How far a table is"
     folder = output_folder(id, profile)
     if (folder/'run.json').exists():
-        about = {k: v for n in ('run.json','provenance.json') if (folder/n).exists() for k,v in json.loads((folder/n).read_text()).items()}
+        about = {k: v for n in ('run.json','provenance.json') if (folder/n).exists()
+            for k,v in json.loads((folder/n).read_text()).items()}
         return dict(state='done', seconds=about['seconds'], device=', '.join(about.get('device', [])))
     if (folder/'failed.ipynb').exists(): return dict(state='failed')
     return dict(state='stopped' if (folder/'rows.jsonl').exists() else 'not run')
@@ -274,7 +303,8 @@ def cost(
 def index() -> Path: # figures/index.html
     "Write the page of everything that was made, and its notebooks"
     runs = [(e, p) for e in experiments().values() for p in (*PROFILES, *changed_runs(e.id))]
-    made = [Made(e, p, output_folder(e.id, p), cost(e.id, p)) for e,p in runs if state(e.id, p)['state']=='done']
+    made = [Made(e, p, output_folder(e.id, p), cost(e.id, p))
+        for e,p in runs if state(e.id, p)['state']=='done']
     for m in made:
         if (m.folder/'notebook.ipynb').exists(): notebook_page(m.folder/'notebook.ipynb')
     path = figures()/'index.html'

@@ -24,7 +24,8 @@ def client_heads(
     check(lam=lam, C=C)
     V_com,own = np.asarray(V_com, float),np.asarray(lam, float)[...,None,None]*np.eye(C)
     shape = np.broadcast_shapes(V_com.shape[:-1], np.shape(lam))
-    return np.concatenate([np.broadcast_to(V_com[...,None,:], (*shape, C, V_com.shape[-1])), np.broadcast_to(own, (*shape, C, C))], -1)
+    return np.concatenate([np.broadcast_to(V_com[...,None,:], (*shape, C, V_com.shape[-1])),
+        np.broadcast_to(own, (*shape, C, C))], -1)
 
 # %% ../nbs/03_theory/00_theory.ipynb #8af1859d
 def common_head(
@@ -46,14 +47,20 @@ def check(
     "Raise `Refused` with the offending number; what is `None` is not looked at"
     if C is not None: require(np.min(C) >= 1, f'There must be at least one client, not C = {np.min(C)}.')
     if client is not None: require(0 <= client < C, f'There is no client {client}; they are 0 to {C-1}.')
-    if lp_steps is not None: require(lp_steps >= 0, f'The number of probing steps must not be negative, as {lp_steps} is.')
-    if eta is not None: require(np.all(np.asarray(eta) > 0), f'The learning rate η must be positive, not {np.min(eta)}.')
-    if lam is not None: require(np.all(np.asarray(lam) >= 0), f'The heterogeneity λ must not be negative, as {np.min(lam)} is.')
+    if lp_steps is not None:
+        require(lp_steps >= 0, f'The number of probing steps must not be negative, as {lp_steps} is.')
+    if eta is not None:
+        require(np.all(np.asarray(eta) > 0), f'The learning rate η must be positive, not {np.min(eta)}.')
+    if lam is not None:
+        require(np.all(np.asarray(lam) >= 0),
+            f'The heterogeneity λ must not be negative, as {np.min(lam)} is.')
     if B is None: return
     k,d = np.shape(B)[-2:]
     require(k <= d, f'B has k = {k} rows of length d = {d}; orthonormal rows need k ≤ d.')
     off = np.abs(B@np.swapaxes(B, -1, -2) - np.eye(k)).max()
-    require(off <= 1e-8, f'The rows of B are not orthonormal: B Bᵀ differs from the identity by {off:.2g}, and at most 1e-8 is taken for rounding.')
+    require(off <= 1e-8,
+        f'The rows of B are not orthonormal: B Bᵀ differs from the identity by {off:.2g}, and at most 1e-8 '
+        f'is taken for rounding.')
 
 # %% ../nbs/03_theory/00_theory.ipynb #db9553e8
 def haar(
@@ -61,7 +68,8 @@ def haar(
     *shape:int, # Leading axes, then k and d
 ) -> np.ndarray: # [..., k, d]
     "Uniformly drawn matrices with orthonormal rows"
-    require(shape[-2] <= shape[-1], f'B has k = {shape[-2]} rows of length d = {shape[-1]}; orthonormal rows need k ≤ d.')
+    require(shape[-2] <= shape[-1],
+        f'B has k = {shape[-2]} rows of length d = {shape[-1]}; orthonormal rows need k ≤ d.')
     Q,R = np.linalg.qr(rng.standard_normal((*shape[:-2], shape[-1], shape[-2])))
     return np.swapaxes(Q*np.sign(np.diagonal(R, axis1=-2, axis2=-1))[...,None,:], -1, -2)
 
@@ -81,7 +89,8 @@ def ft_step(
 ) -> tuple: # The next V and B
     "One step of gradient descent on both layers (LP-FT paper, proof of Lemma 4.3)"
     eta = np.asarray(eta, float)[...,None]
-    return V - eta*np.einsum('...kd,...d->...k', B, residual), B - eta[...,None]*V[...,:,None]*residual[...,None,:]
+    return (V - eta*np.einsum('...kd,...d->...k', B, residual),
+        B - eta[...,None]*V[...,:,None]*residual[...,None,:])
 
 # %% ../nbs/03_theory/00_theory.ipynb #205fa6ae
 def moment(
@@ -121,11 +130,14 @@ def population_losses(
     eps:float=None, # Standard deviation of their noise; needed with `means`
     lp_steps:int=None, # Steps of linear probing before LP-FT's step; `None`: to convergence
 ) -> dict: # `ft` and `lpft`: the loss of each client, [..., C]
-    "Losses of all clients after one FT step, and after linear probing and one FT step (LP-FT paper, Eq. 1 and 4), from the parameters themselves"
+    """Losses of all clients after one FT step, and after linear probing and one FT step (LP-FT paper, Eq.
+    1 and 4), from the parameters themselves"""
     B,heads,V0 = (np.asarray(x, float) for x in (B, heads, V0))
     check(B=B, eta=eta, C=heads.shape[-2], client=client, lp_steps=lp_steps)
-    require(means is None or eps is not None, 'Means come with the standard deviation eps of the noise, and there is none.')
-    means,eps = (np.zeros((heads.shape[-2], B.shape[-1])), 1.) if means is None else (np.asarray(means, float), eps)
+    require(means is None or eps is not None,
+        'Means come with the standard deviation eps of the noise, and there is none.')
+    means,eps = (np.zeros((heads.shape[-2], B.shape[-1])),
+        1.) if means is None else (np.asarray(means, float), eps)
     targets = heads@B
     w = targets[...,client,:]
     def sigma(x): return moment(x, means[...,client,:], eps)
@@ -141,15 +153,19 @@ def concept_shift(
     lam, # Heterogeneity λ
     eta, # Learning rate
     lp_steps:int=None, # Steps of linear probing, I; `None`: to convergence
-) -> dict: # `ft`, `lpft`: global losses; `lpft_printed`: as in the paper; `a`, `A`: progress of FT and of LP-FT; `lpft_wins`: is `lpft` ≤ `ft`?
-    "Global losses on isotropic data (LP-FT paper, Eq. 2 and the proof of Theorem 4.4); all arguments broadcast"
+    # `ft`, `lpft`: global losses; `lpft_printed`: as in the paper; `a`, `A`: progress of FT and of LP-FT;
+    # `lpft_wins`: is `lpft` ≤ `ft`?
+) -> dict:
+    """Global losses on isotropic data (LP-FT paper, Eq. 2 and the proof of Theorem 4.4);
+    all arguments broadcast"""
     check(eta=eta, lam=lam, C=C, lp_steps=lp_steps)
     C,S,lam,eta = (np.asarray(x, float) for x in (C, S, lam, eta))
     left = 0. if lp_steps is None else (1-eta)**lp_steps # 1−α
     a,reach = eta*(1+S),1 - left + eta*left
     A = eta*left*S + reach*(1 + eta*lam**2*(1-left)*left)
     def loss(A, cross=1.): return lam**2/(2*C)*((A-1)**2 + (C-1)*(A**2+cross))
-    return dict(ft=loss(a), lpft=loss(A), lpft_printed=loss(A, 0.), a=a, A=A, lpft_wins=(a-A)*(C*(a+A)-2) >= 0)
+    return dict(ft=loss(a), lpft=loss(A), lpft_printed=loss(A, 0.), a=a, A=A,
+        lpft_wins=(a-A)*(C*(a+A)-2) >= 0)
 
 # %% ../nbs/03_theory/00_theory.ipynb #bdefe937
 def covariate_forms(
@@ -158,7 +174,9 @@ def covariate_forms(
     eta, # Learning rate
     eps, # Standard deviation ε of the noise
     client:int=0, # Who fine-tunes
-) -> dict: # `n2`, `n1`, `n0`, `N`, `D`, `disc`, and `c2`, `c3`, `c4` of the FT loss, each [...]; `N_each` and `D_each` of the clients, [..., C]
+    # `n2`, `n1`, `n0`, `N`, `D`, `disc`, and `c2`, `c3`, `c4` of the FT loss, each [...]; `N_each` and
+    # `D_each` of the clients, [..., C]
+) -> dict:
     "The global losses under both shifts as polynomials in λ (LP-FT paper, Eq. 3 to 5, corrected)"
     B,V_com = np.asarray(B, float),np.asarray(V_com, float)
     m,C = V_com.shape[-1],B.shape[-2]-V_com.shape[-1]
@@ -166,15 +184,19 @@ def covariate_forms(
     means,own = np.eye(C, B.shape[-1]),B[...,m:,:]
     b = own[...,client,:]
     g = moment(b, means[client], eps)
-    every,Mg = g[...,None,:],(linear(np.einsum('...kd,...d->...k', B, g), B) + np.sum(V_com**2, -1, keepdims=True)*g)[...,None,:]
+    every,Mg = g[...,None,:],(linear(np.einsum('...kd,...d->...k', B, g), B)
+        + np.sum(V_com**2, -1, keepdims=True)*g)[...,None,:]
     def each(x, y): return np.sum(x*moment(y, means, eps), -1) # x·Σᵢy per client
     def total(x, y): return each(x, y).sum(-1)
     off,apart = np.asarray(eta, float)[...,None,None]*Mg - own,b[...,None,:] - own
-    n2,n1,n0,N_each,D_each = total(Mg, Mg), total(Mg, own), total(own, own), each(off, off), each(apart, apart)
+    n2,n1,n0,N_each,D_each = (total(Mg, Mg), total(Mg, own), total(own, own), each(off, off),
+        each(apart, apart))
     s = eta**2*np.sum(linear(V_com, B[...,:m,:])*g, -1)
-    N,c3,c4 = n2*eta**2 - 2*n1*eta + n0, s/C*(eta*total(Mg, every) - total(own, every)), s**2/(2*C)*total(every, every)
+    N,c3,c4 = (n2*eta**2 - 2*n1*eta + n0, s/C*(eta*total(Mg, every) - total(own, every)),
+        s**2/(2*C)*total(every, every))
     D = D_each.sum(-1)
-    return dict(n2=n2, n1=n1, n0=n0, N=N, D=D, N_each=N_each, D_each=D_each, disc=n1**2-n2*(n0-D), c2=N/(2*C), c3=c3, c4=c4)
+    return dict(n2=n2, n1=n1, n0=n0, N=N, D=D, N_each=N_each, D_each=D_each, disc=n1**2-n2*(n0-D),
+        c2=N/(2*C), c3=c3, c4=c4)
 
 # %% ../nbs/03_theory/00_theory.ipynb #e4611f86
 def printed_ft_loss(
@@ -190,8 +212,10 @@ def printed_ft_loss(
     check(B=B, eta=eta, lam=lam, C=C)
     lam = np.asarray(lam, float)[...,None]
     b1,beta,first = B[...,m,:],B[...,m,:1],B[...,0] # b₁, (B_*)_{m+1,1}, and the first column of B_*
-    moved = B[...,:m,:] + (eta*lam*V)[...,None]*(eps**2*b1 + beta*np.eye(d)[0])[...,None,:] # bⱼ + ηλVⱼε²b₁ + ηλVⱼβe₁ for j ≤ m
-    off = linear(V, moved) + eta*lam*eps**2*b1 + linear(eta*lam*beta*first[...,m:], B[...,m:,:]) + linear(eta*lam*beta*first[...,:m], moved)
+    # bⱼ + ηλVⱼε²b₁ + ηλVⱼβe₁ for j ≤ m
+    moved = B[...,:m,:] + (eta*lam*V)[...,None]*(eps**2*b1 + beta*np.eye(d)[0])[...,None,:]
+    off = linear(V, moved) + eta*lam*eps**2*b1 + linear(eta*lam*beta*first[...,m:],
+        B[...,m:,:]) + linear(eta*lam*beta*first[...,:m], moved)
     off = off[...,None,:] - lam[...,None]*B[...,m:,:]
     return np.sum(off*moment(off, np.eye(C, d), eps), (-1,-2))/(2*C)
 
@@ -218,8 +242,11 @@ def aligned_shift(
     S, # ‖V_com‖²
     lam, # Heterogeneity λ
     C, # Clients
-) -> dict: # `ft`, `lpft`: global losses; `a`: progress a' of FT; `a_minus`: up to which LP-FT is as good; `lpft_wins`
-    "Global losses where each client's data lie along its own feature (proposition P3); all arguments broadcast"
+    # `ft`, `lpft`: global losses; `a`: progress a' of FT; `a_minus`: up to which LP-FT is as good;
+    # `lpft_wins`
+) -> dict:
+    """Global losses where each client's data lie along its own feature (proposition P3);
+    all arguments broadcast"""
     check(eta=eta, lam=lam, C=C)
     k2,e2 = np.asarray(kappa, float)**2,np.asarray(eps, float)**2
     require(np.all(k2+e2 > 0), 'The data of a client are all 0, for kappa and eps are both 0.')
@@ -265,7 +292,9 @@ def enough(
     k, # Features
 ):
     "Raise `Refused` where exact linear probing has more unknowns than samples"
-    require(np.min(n) >= np.max(k), f'Exact linear probing needs at least as many samples as features, n ≥ k, not n = {np.min(n)} and k = {np.max(k)}.')
+    require(np.min(n) >= np.max(k),
+        f'Exact linear probing needs at least as many samples as features, n ≥ k, not n = {np.min(n)} and k '
+        f'= {np.max(k)}.')
 
 # %% ../nbs/03_theory/00_theory.ipynb #88202daa
 def of_sample(
@@ -304,7 +333,8 @@ def expected_ft_loss(
 ) -> np.ndarray: # Its expectation over samples
     "The expected global loss after one FT step on `n` Gaussian samples; all arguments broadcast"
     check(eta=eta, lam=lam, C=C)
-    require(np.all(np.asarray(k) <= d), f'There are k = {np.max(k)} features of length d = {np.min(d)}; orthonormal rows need k ≤ d.')
+    require(np.all(np.asarray(k) <= d),
+        f'There are k = {np.max(k)} features of length d = {np.min(d)}; orthonormal rows need k ≤ d.')
     enough(n, k)
     a = eta*(1+S)
     first = C*a**2*(1 + (k+1)/n) + C*eta**2*(d-k)*S**2/n - 2*a + C
@@ -320,13 +350,15 @@ def gradient_flow(
     sigma=np.asarray, # x ↦ Σx; isotropic data by default
 ) -> tuple: # V [steps+1, k] and B [steps+1, k, d]
     "The path of full fine-tuning on one client"
-    require(time > 0 and steps >= 1, f'The flow needs a positive time and at least one step, not {time} and {steps}.')
+    require(time > 0 and steps >= 1,
+        f'The flow needs a positive time and at least one step, not {time} and {steps}.')
     def slope(V, B): rho = sigma(B.T@V - w); return -B@rho, -np.outer(V, rho)
     def moved(V, B, h, by): return V + h*by[0], B + h*by[1]
     h,path = time/steps,[(np.asarray(V, float), np.asarray(B, float))]
     for _ in range(steps):
         x = path[-1]
-        k1 = slope(*x); k2 = slope(*moved(*x, h/2, k1)); k3 = slope(*moved(*x, h/2, k2)); k4 = slope(*moved(*x, h, k3))
+        k1 = slope(*x)
+        k2 = slope(*moved(*x, h/2, k1)); k3 = slope(*moved(*x, h/2, k2)); k4 = slope(*moved(*x, h, k3))
         path.append(moved(*x, h/6, [p+2*q+2*r+s for p,q,r,s in zip(k1, k2, k3, k4)]))
     return tuple(map(np.array, zip(*path)))
 
@@ -368,13 +400,19 @@ def judged(
 def ledger(
     found:dict, # Id of a statement to `ok`, and where it has them `when` and `counterexample` (in words)
 ) -> Table: # One row per statement
-    "The verdicts on the paper's statements; raises `Refused` where verdict and counterexample contradict each other"
+    """The verdicts on the paper's statements; raises `Refused` where verdict and counterexample contradict
+    each other"""
     import pandas as pd
     rows = []
     for s in (s for s in asset('theory.toml')['statement'] if s['id'] in found):
         f = found[s['id']]
         words,against = judged(f['ok'], f.get('when')),f.get('counterexample')
-        require((words=='holds')==(against is None), f'{s["id"]}: the verdict is {words!r}, and the counterexample {against!r}.')
-        rows.append([s['where'], s['text'], words, s['condition'], f'{np.sum(~np.asarray(f["ok"]))} of {np.size(f["ok"])}', against or '–', s['notebook'], s['section']])
-    columns = ['where','claim','verdict','condition','cases against it','smallest counterexample','notebook','section']
-    return Table(pd.DataFrame(rows, columns=columns), 'What becomes of these claims', ['A verdict is computed from the cases of this run.'])
+        require((words=='holds')==(against is None),
+            f'{s["id"]}: the verdict is {words!r}, and the counterexample {against!r}.')
+        rows.append([s['where'], s['text'], words, s['condition'],
+            f'{np.sum(~np.asarray(f["ok"]))} of {np.size(f["ok"])}', against or '–', s['notebook'],
+            s['section']])
+    columns = ['where','claim','verdict','condition','cases against it','smallest counterexample',
+        'notebook','section']
+    return Table(pd.DataFrame(rows, columns=columns), 'What becomes of these claims',
+        ['A verdict is computed from the cases of this run.'])
