@@ -57,7 +57,7 @@ def unet(
 
 MODELS['unet'] = unet
 
-# %% ../nbs/01_foundations/18_segmentation.ipynb #cccb2023
+# %% ../nbs/01_foundations/18_segmentation.ipynb #3052611e
 def monai(): # The module `monai`
     "`import monai`; raises `Refused` where it is missing"
     try: import monai
@@ -67,6 +67,7 @@ def monai(): # The module `monai`
             "the model unet.") from e
     return monai
 
+# %% ../nbs/01_foundations/18_segmentation.ipynb #e9a95625
 def monai_unet(
     n_classes:int=2, # With the background
     in_channels:int=1, # 1 for grey, 3 for colour
@@ -80,6 +81,7 @@ def monai_unet(
     from monai.networks.nets import BasicUNet
     return Classifier.of(BasicUNet(2, in_channels, n_classes, tuple(features)), 'final_conv')
 
+# %% ../nbs/01_foundations/18_segmentation.ipynb #cccb2023
 MODELS['monai_unet'] = monai_unet
 
 # %% ../nbs/01_foundations/18_segmentation.ipynb #15c4883e
