@@ -406,7 +406,8 @@ def measure(
     fed,start = ready(fed),time.perf_counter()
     one = trial(fed, 1)
     step = round_seconds(one_by_one, one)/len(
-        batch_bounds(len(one.data.clients[0]), work_of(one.method, one.local, 0)[0], 0, bool(one.net.buffers())))
+        batch_bounds(len(one.data.clients[0]), work_of(one.method, one.local, 0)[0], 0,
+        bool(one.net.buffers())))
     if step > LONG or step*local_steps(fed) < SHORT: return dict(one_by_one=step)
     small,times = trial(fed),dict(one_by_one=step)
     steps = local_steps(small)/small.protocol.rounds

@@ -117,8 +117,8 @@ def cross_client_metrics(
     # local, global, c_std, worst, average as printed; global_text, c_std_text, worst_text, average_text as
     # defined
 ) -> dict[str, float]:
-    """The five scores of the LP-FT paper, section 3.3, as its tables have them and as its text defines them, over
-    the clients that have samples; raises `Refused` unless `accuracy` is square and two have some"""
+    """The five scores of the LP-FT paper, section 3.3, as its tables have them and as its text defines them,
+    over the clients that have samples; raises `Refused` unless `accuracy` is square and two have some"""
     A = torch.as_tensor(accuracy, dtype=torch.float64)
     require(A.dim()==2 and len(A)==A.shape[-1] and len(A) > 1,
         f'Scores across clients need a square matrix of at least two clients, not {list(A.shape)}.')

@@ -81,7 +81,8 @@ def claims(
     groups = groupby(rows, lambda r: (': '.join(r[k] for k in ('where','claim') if r.get(k)),
         r.get(PRINT, '')))
     def item(claim, printed, rs):
-        return f'<li>{inline(escape(claim))}{f" <small>({PRINT}: {escape(printed)})</small>"*bool(printed)}{"".join(map(ruling, rs))}</li>'
+        of_print = f' <small>({PRINT}: {escape(printed)})</small>'*bool(printed)
+        return f'<li>{inline(escape(claim))}{of_print}{"".join(map(ruling, rs))}</li>'
     return '<ul class="claims">'+''.join(item(*k, rs) for k,rs in groups)+'</ul>'
 
 # %% ../nbs/01_foundations/55_page.ipynb #465ede92
@@ -173,25 +174,36 @@ def ranked(
     return [sorted(runs, key=rank) for _,runs in groupby(made, lambda m: m.experiment.id)]
 
 # %% ../nbs/01_foundations/55_page.ipynb #1183c281
-STYLE = """:root{color-scheme:light dark;--ink:#222;--soft:#5c6066;--line:#d8dbe0;--ground:#f6f7f9;--card:#fff;--link:#0b5cad;--yes:#0a7c4a;--no:#b3301b;--open:#5f6670}
-@media(prefers-color-scheme:dark){:root{--ink:#e4e6ea;--soft:#a2a8b1;--line:#3a3f47;--ground:#15181c;--card:#1e2227;--link:#7db7f5;--yes:#0a7c4a;--no:#b3301b;--open:#59616c}}
-*{box-sizing:border-box}body{font:16px/1.5 system-ui,sans-serif;color:var(--ink);background:var(--ground);max-width:64rem;margin:0 auto;padding:1rem;overflow-wrap:anywhere}
-a{color:var(--link)}h1{margin:.5rem 0}h2{margin:2.5rem 0 0}h3{margin:0 0 .5rem;font-size:1.1rem}.about,small{color:var(--soft);font-size:.85rem}
-nav a{display:inline-block;margin:.2rem .8rem .2rem 0}input{font:inherit;width:100%;padding:.5rem .7rem;border:1px solid var(--line);border-radius:.5rem;background:var(--card);color:inherit}
+STYLE = """:root{color-scheme:light dark;--ink:#222;--soft:#5c6066;--line:#d8dbe0;--ground:#f6f7f9;
+--card:#fff;--link:#0b5cad;--yes:#0a7c4a;--no:#b3301b;--open:#5f6670}
+@media(prefers-color-scheme:dark){:root{--ink:#e4e6ea;--soft:#a2a8b1;--line:#3a3f47;--ground:#15181c;
+--card:#1e2227;--link:#7db7f5;--yes:#0a7c4a;--no:#b3301b;--open:#59616c}}
+*{box-sizing:border-box}body{font:16px/1.5 system-ui,sans-serif;color:var(--ink);background:var(--ground);
+max-width:64rem;margin:0 auto;padding:1rem;overflow-wrap:anywhere}
+a{color:var(--link)}h1{margin:.5rem 0}h2{margin:2.5rem 0 0}h3{margin:0 0 .5rem;font-size:1.1rem}
+.about,small{color:var(--soft);font-size:.85rem}
+nav a{display:inline-block;margin:.2rem .8rem .2rem 0}input{font:inherit;width:100%;padding:.5rem .7rem;
+border:1px solid var(--line);border-radius:.5rem;background:var(--card);color:inherit}
 article{background:var(--card);border:1px solid var(--line);border-radius:.6rem;padding:1rem;margin:1rem 0}
 img{display:block;max-width:max(100%,38rem);height:auto;margin:.8rem auto;background:#fff;border-radius:.3rem}
-.claims{padding:0;margin:0;list-style:none}.claims li{margin:.6rem 0}.claims p{margin:.1rem 0 .1rem 1rem}.claims span{color:var(--soft)}
-.badge{font-size:.8rem;color:#fff;border-radius:.3rem;padding:.1rem .4rem}.yes{background:var(--yes)}.no{background:var(--no)}.open{background:var(--open)}
-summary{cursor:pointer;margin:.4rem 0}.box{display:block;overflow-x:auto}table{border-collapse:collapse;font-size:.8rem;overflow-wrap:normal}
-td,th{padding:.2rem .6rem;border-bottom:1px solid var(--line);text-align:right;white-space:nowrap}td:first-child,th:first-child{text-align:left}"""
+.claims{padding:0;margin:0;list-style:none}.claims li{margin:.6rem 0}.claims p{margin:.1rem 0 .1rem 1rem}
+.claims span{color:var(--soft)}
+.badge{font-size:.8rem;color:#fff;border-radius:.3rem;padding:.1rem .4rem}.yes{background:var(--yes)}
+.no{background:var(--no)}.open{background:var(--open)}
+summary{cursor:pointer;margin:.4rem 0}.box{display:block;overflow-x:auto}table{border-collapse:collapse;
+font-size:.8rem;overflow-wrap:normal}
+td,th{padding:.2rem .6rem;border-bottom:1px solid var(--line);text-align:right;white-space:nowrap}
+td:first-child,th:first-child{text-align:left}"""
 
 # %% ../nbs/01_foundations/55_page.ipynb #7d7783f0
 SEARCH = """const box=document.querySelector('input'),cards=[...document.querySelectorAll('article')];
 const texts=cards.map(c=>(c.closest('section').id+' '+c.id+' '+c.textContent).toLowerCase());
 box.addEventListener('input',()=>{const words=box.value.toLowerCase().split(/\\s+/);
 cards.forEach((c,i)=>{c.hidden=!words.every(w=>texts[i].includes(w))});
-document.querySelectorAll('section').forEach(s=>{s.hidden=![...s.querySelectorAll('article')].some(c=>!c.hidden)});
-document.querySelector('output').textContent=cards.filter(c=>!c.hidden).length+' of '+cards.length+' shown'})"""
+document.querySelectorAll('section').forEach(s=>{
+  s.hidden=![...s.querySelectorAll('article')].some(c=>!c.hidden)});
+document.querySelector('output').textContent=
+  cards.filter(c=>!c.hidden).length+' of '+cards.length+' shown'})"""
 
 # %% ../nbs/01_foundations/55_page.ipynb #5a8c756f
 HEAD = ('<!doctype html><html lang="en"><head><meta charset="utf-8"><meta name="viewport" '
@@ -217,7 +229,8 @@ def page(
     nav = ''.join(f'<a href="#{i}">{i}</a>' for i in re.findall(r'<section id="([^"]+)"', chapters+last))
     top = (f'<h1>fedbook</h1><p>{INTRO}</p><nav>{nav}</nav><p><input type="search" placeholder="Search: a '
         f'method, a claim, a verdict" aria-label="Search"> <output></output></p>')
-    return f'{HEAD}<title>fedbook</title><style>{STYLE}</style></head><body>{top}<main>\n{chapters}{last}</main><script>{SEARCH}</script></body></html>\n'
+    return (f'{HEAD}<title>fedbook</title><style>{STYLE}</style></head><body>{top}<main>\n{chapters}{last}'
+        f'</main><script>{SEARCH}</script></body></html>\n')
 
 # %% ../nbs/01_foundations/55_page.ipynb #957394aa
 CODE = ('.highlight,.output_area{overflow-x:auto}pre{margin:.3rem '
@@ -236,5 +249,6 @@ def notebook_page(
     html,_ = HTMLExporter(template_name='basic', exclude_input_prompt=True,
         exclude_output_prompt=True).from_filename(str(nb))
     colours = HtmlFormatter().get_style_defs('.highlight')
-    head = f'{HEAD}<title>{escape(" ".join(nb.parts[-4:-1]))}</title><style>{STYLE}{CODE}{colours}</style></head>'
+    title = escape(' '.join(nb.parts[-4:-1]))
+    head = f'{HEAD}<title>{title}</title><style>{STYLE}{CODE}{colours}</style></head>'
     with writing(to) as part: part.write_text(f'{head}<body>{inline(html)}</body></html>\n', encoding='utf-8')

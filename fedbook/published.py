@@ -123,7 +123,8 @@ def of_lines(
 FEMNIST = [*'0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz']
 
 # %% ../nbs/01_foundations/17_published.ipynb #79cef75d
-def characters(path:Path, user:str, wrote:dict) -> Iterable: # Pairs of an image, uint8 [28, 28], and its class
+# Pairs of an image, uint8 [28, 28], and its class
+def characters(path:Path, user:str, wrote:dict) -> Iterable:
     "What one writer wrote; raises `Refused` where it is something else"
     with reading(path): x,y = np.array(wrote.get('x', [])),wrote.get('y', [])
     require(x.ndim==2 and x.shape==(len(y),784) and x.dtype.kind in 'if' and ((x >= 0)&(x <= 1)).all(),

@@ -223,7 +223,7 @@ def status() -> list[str]: # Lines
 
 # %% ../nbs/01_foundations/61_queue.ipynb #55077050
 def place(id:str, profile:str) -> str: # 'waiting' or 'running', for `fedbook list`
-    "What the queue does about a table; empty where it does nothing"
-    mine = [e for e in load()['entries'] if (e.id, e.profile)==(id, profile)
-        and e.state in ('waiting','running')]
-    return mine[0].state if mine else ''
+    "What the queue does about a table; empty where it does nothing, or does not work any more"
+    about = load()
+    mine = [e.state for e in about['entries'] if (e.id, e.profile)==(id, profile)]
+    return mine[0] if mine and mine[0] in ('waiting','running') and alive(about['pid']) else ''

@@ -34,6 +34,17 @@ def test_cells_are_short(nb):
     lines = sorted(map(length, code(nb)))
     assert not lines or lines[int(.9*(len(lines)-1))] <= 12
 
+LIBRARY = [p for p in NBS if p.parent.name in ('00_tutorials','01_foundations','02_methods','03_theory')]
+
+@pytest.mark.parametrize('nb', LIBRARY, ids=lambda p: p.stem)
+def test_no_line_of_code_scrolls_sideways(nb):
+    assert not [l for c in code(nb) for l in c.splitlines() if len(l) > 110]
+
+@pytest.mark.parametrize('nb', [p for p in NBS if p.parent.name=='02_methods' and '_chapter_' not in p.stem], ids=lambda p: p.stem)
+def test_half_of_a_methods_cells_show_something(nb):
+    shows = [bool(c['outputs']) for c in cells(nb) if c['cell_type']=='code' and length(''.join(c['source']))]
+    assert 2*sum(shows) >= len(shows), f'{sum(shows)} of {len(shows)}: show what a definition does right after it'
+
 @pytest.mark.parametrize('nb', [p for p in NBS if p.parent.name=='02_methods' and '_chapter_' not in p.stem], ids=lambda p: p.stem)
 def test_a_method_ends_with_a_picture_beside_fedavg(nb):
     last = [c for c in cells(nb) if c['cell_type']=='code'][-1]

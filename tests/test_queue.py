@@ -56,6 +56,14 @@ def test_what_cannot_be_run_is_said_and_the_rest_goes_on(project):
     code,out,_ = said(project, 'start', '000-table7', '000-table6', '--profile', 'laptop')
     assert code==0 and [e['state'] for e in entries(project)]==['skipped','skipped'] and 'cifar100' in entries(project)[0]['why'], out
 
+def test_a_table_of_a_queue_that_died_is_not_said_to_run(monkeypatch, tmp_path):
+    monkeypatch.setattr(Q, 'home', lambda: tmp_path)
+    Q.save(dict(pid=os.getpid(), commit='', entries=[Q.Entry('000-table9', 'overnight', 'running'), Q.Entry('000-table8', 'overnight', 'done')]))
+    monkeypatch.setattr(Q, 'alive', lambda pid: True)
+    assert [Q.place(i, 'overnight') for i in ('000-table9','000-table8','000-table7')]==['running','','']
+    monkeypatch.setattr(Q, 'alive', lambda pid: False)
+    assert Q.place('000-table9', 'overnight')==''
+
 def test_a_full_disk(project, monkeypatch):
     (project/'.queue').mkdir(exist_ok=True); monkeypatch.chdir(project); monkeypatch.setattr(Q, 'FREE', 2**60)
     e = Q.Entry('000-table6', 'smoke'); Q.make(e, project/'.queue'/'checkout')

@@ -44,7 +44,8 @@ def pack(
     v:Tensor, # [P]
     size:int, # Numbers in a pack, at least 1
 ) -> Tensor: # [⌈P/size⌉, size]
-    "Cut into packs, the last one filled with zeros (FedCSPACK paper, section Top-k Based Cosine Parameter Packing)"
+    """Cut into packs, the last one filled with zeros (FedCSPACK paper, section Top-k Based Cosine Parameter
+    Packing)"""
     require(size >= 1, f'A pack holds at least one number, not {size}.')
     return (F.pad(v, (0, -len(v) % size)) if len(v) % size else v).view(-1, size)
 
