@@ -25,7 +25,8 @@ def pictures(
     "Images from files; raises `Refused` where one is missing or damaged"
     from PIL import Image
     def one(path):
-        with reading(path), Image.open(path) as i: return np.asarray(i.convert(mode).resize((size,size), Image.Resampling.BILINEAR))
+        with reading(path), Image.open(path) as i:
+            return np.asarray(i.convert(mode).resize((size,size), Image.Resampling.BILINEAR))
     out = [one(p) for p in paths]
     require(out, 'There is no image to read.')
     return np.stack(out)
@@ -38,21 +39,27 @@ def folder_with(
 ) -> Path:
     "The folder as a path; raises `Refused` where something is missing in it"
     folder = Path(folder).expanduser()
-    for n in names: require((folder/n).exists(), f'{folder} is not {what}: it holds no {n}; give the folder with {", ".join(names)}.')
+    for n in names:
+        require((folder/n).exists(),
+                f'{folder} is not {what}: it holds no {n}; give the folder with {", ".join(names)}.')
     return folder
 
 # %% ../nbs/01_foundations/17_published.ipynb #8f05de87
-LISTS = dict(pacs=('_train_kfold.txt','_crossval_kfold.txt',1), domainnet=('_train.txt','_test.txt',0)) # Endings for training and test, the first class
+# Endings for training and test, the first class
+LISTS = dict(pacs=('_train_kfold.txt','_crossval_kfold.txt',1), domainnet=('_train.txt','_test.txt',0))
 WRONG = 'sketch/dog/n02103406_4068-1.png' # In the lists of PACS, but not among its pictures
 
+# %% ../nbs/01_foundations/17_published.ipynb #75360024
 def listed(
     path:Path, # A list
     first:int, # Number of the first class
 ) -> list[tuple[str, int]]: # Picture and class from 0
     "The lines of a list; raises `Refused` for a line that is something else"
     with reading(path): lines = [l.rsplit(maxsplit=1) for l in path.read_text().splitlines() if l.strip()]
-    for l in lines: require(len(l)==2 and l[1].isdigit() and int(l[1]) >= first and inside(l[0]) and l[0].count('/')==2,
-                            f'{path} has the line {" ".join(l)!r}; each must be style/class/picture and a class number from {first}.')
+    for l in lines:
+        require(len(l)==2 and l[1].isdigit() and int(l[1]) >= first and inside(l[0]) and l[0].count('/')==2,
+                f'{path} has the line {" ".join(l)!r}; '
+                f'each must be style/class/picture and a class number from {first}.')
     return [(name,int(c)-first) for name,c in lines if name != WRONG]
 
 # %% ../nbs/01_foundations/17_published.ipynb #dcfc23cd
@@ -61,12 +68,13 @@ def class_names(
 ) -> list[str]:
     "The folders' names in the order of the numbers; raises `Refused` where a number has two names"
     names = dict(sorted({(c,name.split('/')[1]) for name,c in lines}))
-    require(len(names)==len({(c,name.split('/')[1]) for name,c in lines}), 'The lists give one class number to two folders.')
+    require(len(names)==len({(c,name.split('/')[1]) for name,c in lines}),
+            'The lists give one class number to two folders.')
     return [names.get(c, str(c)) for c in range(max(names)+1)]
 
 # %% ../nbs/01_foundations/17_published.ipynb #ab011c5d
 def from_lists(
-    folder:Path|str, # With the lists, or with them in `splits`; the styles' folders beside them, or in `kfold` or `images`
+    folder:Path|str, # With the lists or `splits`; the styles' folders beside them, or in `kfold` or `images`
     layout:str='pacs', # A name in `LISTS`
     size:int=64, # Height and width to resize to, in pixels
     classes:list[str]=None, # Those to keep, in this order; `None`: all
@@ -75,13 +83,16 @@ def from_lists(
     "PACS or DomainNet from folders of pictures and lists"
     folder,(train,test,first) = Path(folder).expanduser(),choose(layout, LISTS, 'layout of lists')
     lists = next((d for d in (folder, folder/'splits') if any(d.glob(f'*{train}'))), None)
-    require(lists, f'{folder} is not {layout}: neither it nor its folder splits holds a list such as art_painting{train}.')
+    require(lists, f'{folder} is not {layout}: '
+                   f'neither it nor its folder splits holds a list such as art_painting{train}.')
     domains = sorted(p.name.removesuffix(train) for p in lists.glob(f'*{train}'))
-    lines = {s: [(d,*l) for d in domains for l in listed(lists/f'{d}{end}', first)] for s,end in (('train',train),('test',test))}
+    lines = {s: [(d,*l) for d in domains for l in listed(lists/f'{d}{end}', first)]
+             for s,end in (('train',train),('test',test))}
     names = class_names([l[1:] for ls in lines.values() for l in ls])
     kept = [names.index(choose(c, names, 'class')) for c in classes or names]
     root = next((d for d in (folder, folder/'kfold', folder/'images') if (d/domains[0]).is_dir()), folder)
-    return of_lines(lines, domains, root, kept, dict(name=name or layout, classes=[names[c] for c in kept]), size)
+    return of_lines(lines, domains, root, kept,
+                    dict(name=name or layout, classes=[names[c] for c in kept]), size)
 
 # %% ../nbs/01_foundations/17_published.ipynb #a433b509
 def of_lines(
@@ -97,23 +108,29 @@ def of_lines(
     x = {f'{s}_x': pictures((root/l[1] for l in ls), size) for s,ls in part.items()}
     y = {f'{s}_y': np.array([kept.index(l[2]) for l in ls]) for s,ls in part.items()}
     domain = tuple(np.array([domains.index(l[0]) for l in part[s]]) for s in ('train','test'))
-    return Dataset(**about, **x, **y, source=root.name, groups=dict(domain=domain), group_names=dict(domain=domains))
+    return Dataset(**about, **x, **y, source=root.name,
+                   groups=dict(domain=domain), group_names=dict(domain=domains))
 
 # %% ../nbs/01_foundations/17_published.ipynb #e55ca0e9
 FEMNIST = [*'0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz']
 
+# %% ../nbs/01_foundations/17_published.ipynb #2c2cf514
 def written(
     path:Path, # A JSON file of LEAF
 ): # Yields writer, image uint8 [28, 28] and class
     "What the writers of one file wrote; raises `Refused` where it is something else"
     with reading(path): content = json.loads(path.read_text())
     users,of = (content.get(k) if isinstance(content, dict) else None for k in ('users','user_data'))
-    require(isinstance(users, list) and isinstance(of, dict) and all(isinstance(of.get(u), dict) for u in users),
+    require(isinstance(users, list) and isinstance(of, dict)
+            and all(isinstance(of.get(u), dict) for u in users),
             f'{path} is no file of LEAF: it must hold users, and user_data for each of them.')
     for user in users:
         with reading(path): x,y = np.array(of[user].get('x', [])),of[user].get('y', [])
-        require(x.ndim==2 and x.shape==(len(y),784) and x.dtype.kind in 'if' and ((x >= 0)&(x <= 1)).all(), f'{path}: what {user} wrote must be rows of 784 numbers from 0 to 1, one for each class in y.')
-        require(all(isinstance(c, int) and 0 <= c < 62 for c in y), f'{path}: the classes of {user} must lie in 0 … 61.')
+        require(x.ndim==2 and x.shape==(len(y),784) and x.dtype.kind in 'if' and ((x >= 0)&(x <= 1)).all(),
+                f'{path}: what {user} wrote must be rows of 784 numbers from 0 to 1, '
+                'one for each class in y.')
+        require(all(isinstance(c, int) and 0 <= c < 62 for c in y),
+                f'{path}: the classes of {user} must lie in 0 … 61.')
         for image,c in zip(np.round(x*255).astype(np.uint8).reshape(-1, 28, 28), y): yield user,image,c
 
 # %% ../nbs/01_foundations/17_published.ipynb #15f758f2
@@ -131,7 +148,8 @@ def from_leaf(
                 known,key = len(seen),(user,c,image.tobytes())
                 seen.add(key)
                 if len(seen) > known: rows.append((part,user,image,c))
-    require(rows, f'{folder} holds no JSON files of LEAF; give the folder data/all_data, or data with train and test.')
+    require(rows, f'{folder} holds no JSON files of LEAF; '
+                  'give the folder data/all_data, or data with train and test.')
     return of_writers(rows, name, folder.name, split, seed)
 
 # %% ../nbs/01_foundations/17_published.ipynb #0ce8840a
@@ -139,16 +157,20 @@ def of_writers(rows:list, name:str, source:str, split:bool, seed:int) -> Dataset
     "Images by writer as a data set"
     users = sorted({u for _,u,_,_ in rows})
     number = {u: i for i,u in enumerate(users)}
-    who,x,y = np.array([number[r[1]] for r in rows]),np.stack([r[2] for r in rows]),np.array([r[3] for r in rows])
+    who,x,y = (np.array([number[r[1]] for r in rows]), np.stack([r[2] for r in rows]),
+               np.array([r[3] for r in rows]))
     if split: parts = [np.flatnonzero([r[0]==s for r in rows]) for s in ('train','test')]
     else: parts = split_validation(who, .2, seed, 'test')
     a,b = parts
-    require(len(a) and len(b), f'{source} needs images for training and for test, but holds {len(a)} and {len(b)}.')
-    return Dataset(name, x[a], y[a], x[b], y[b], FEMNIST, source, groups=dict(writer=(who[a], who[b])), group_names=dict(writer=users))
+    require(len(a) and len(b),
+            f'{source} needs images for training and for test, but holds {len(a)} and {len(b)}.')
+    return Dataset(name, x[a], y[a], x[b], y[b], FEMNIST, source,
+                   groups=dict(writer=(who[a], who[b])), group_names=dict(writer=users))
 
 # %% ../nbs/01_foundations/17_published.ipynb #917a94b7
 CINIC = 'airplane automobile bird cat deer dog frog horse ship truck'.split()
 
+# %% ../nbs/01_foundations/17_published.ipynb #f0491cfd
 def from_cinic10(
     folder:Path|str, # With train, valid and test
     parts:tuple=('train','valid'), # Which of its parts are trained on
@@ -157,15 +179,19 @@ def from_cinic10(
     "CINIC-10 from its folders of pictures"
     folder = folder_with(folder, *parts, 'test', what='CINIC-10')
     for p in (*parts, 'test'): folder_with(folder/p, *CINIC, what='a part of CINIC-10')
-    def files(ps): return [(f,c) for p in ps for c,k in enumerate(CINIC) for f in sorted((folder/p/k).glob('*.png'))]
+    def files(ps):
+        return [(f,c) for p in ps for c,k in enumerate(CINIC) for f in sorted((folder/p/k).glob('*.png'))]
     train,test = files(parts),files(['test'])
     four = [a for fs in (train,test) for a in (pictures((f for f,_ in fs), 32), np.array([c for _,c in fs]))]
     origin = tuple(np.array([int(not f.name.startswith('cifar')) for f,_ in fs]) for fs in (train,test))
-    return Dataset(name, *four, classes=CINIC, source=folder.name, groups=dict(origin=origin), group_names=dict(origin=['CIFAR-10','ImageNet']))
+    return Dataset(name, *four, classes=CINIC, source=folder.name, groups=dict(origin=origin),
+                   group_names=dict(origin=['CIFAR-10','ImageNet']))
 
 # %% ../nbs/01_foundations/17_published.ipynb #eacdd9eb
-NIFTI = {2: 'u1', 4: 'i2', 8: 'i4', 16: 'f4', 64: 'f8', 256: 'i1', 512: 'u2', 768: 'u4'} # Codes of number formats
+# Codes of number formats
+NIFTI = {2: 'u1', 4: 'i2', 8: 'i4', 16: 'f4', 64: 'f8', 256: 'i1', 512: 'u2', 768: 'u4'}
 
+# %% ../nbs/01_foundations/17_published.ipynb #8a4c0716
 def volume(
     path:Path, # A .nii.gz file
 ) -> np.ndarray: # [x, y, z]
@@ -176,13 +202,15 @@ def volume(
     def field(at, kind, n=1): return np.frombuffer(raw, end+kind, n, at)
     shape,kind = field(40, 'i2', 8)[1:4].astype(int),NIFTI.get(int(field(70, 'i2')[0]))
     start,slope,inter = int(field(108, 'f4')[0]),*field(112, 'f4', 2)
-    require(kind and (shape > 0).all() and len(raw) >= start+shape.prod()*np.dtype(kind).itemsize, f'{path} is damaged: its header does not fit what follows.')
+    require(kind and (shape > 0).all() and len(raw) >= start+shape.prod()*np.dtype(kind).itemsize,
+            f'{path} is damaged: its header does not fit what follows.')
     v = field(start, kind, shape.prod()).reshape(shape, order='F')
     return v*slope+inter if slope not in (0, 1) or inter else v
 
 # %% ../nbs/01_foundations/17_published.ipynb #9e195065
 FETS = ['background','necrotic core','oedema','enhancing']
 
+# %% ../nbs/01_foundations/17_published.ipynb #47957afa
 def planes(
     image:np.ndarray, # A volume
     mask:np.ndarray, # Of the same shape
@@ -190,12 +218,15 @@ def planes(
     where:Path, # Whose they are, for the sentence
 ) -> tuple[np.ndarray, np.ndarray]: # uint8 [n, x, y] each
     "Some slices of a patient; raises `Refused` where image and mask do not fit"
-    require(image.shape==mask.shape, f'{where} has an image of shape {list(image.shape)} and a mask of shape {list(mask.shape)}; they must be alike.')
-    require(np.isfinite(image).all() and (image > 0).any() and np.isin(mask, (0, 1, 2, 4)).all(), f'{where} must hold an image of finite numbers that is not empty, and a mask of 0, 1, 2 and 4.')
+    require(image.shape==mask.shape, f'{where} has an image of shape {list(image.shape)} '
+                                     f'and a mask of shape {list(mask.shape)}; they must be alike.')
+    require(np.isfinite(image).all() and (image > 0).any() and np.isin(mask, (0, 1, 2, 4)).all(),
+            f'{where} must hold an image of finite numbers that is not empty, and a mask of 0, 1, 2 and 4.')
     seen = np.flatnonzero(image.any((0, 1)))
     z = np.linspace(seen[0], seen[-1], n+2).round().astype(int)[1:-1]
     white = np.quantile(image[image > 0], .998)
-    return (255*(image[:,:,z]/white).clip(0, 1)).round().astype(np.uint8).transpose(2, 0, 1),np.where(mask==4, 3, mask)[:,:,z].astype(np.uint8).transpose(2, 0, 1)
+    return ((255*(image[:,:,z]/white).clip(0, 1)).round().astype(np.uint8).transpose(2, 0, 1),
+            np.where(mask==4, 3, mask)[:,:,z].astype(np.uint8).transpose(2, 0, 1))
 
 # %% ../nbs/01_foundations/17_published.ipynb #a0809ae6
 def from_fets(
@@ -208,16 +239,26 @@ def from_fets(
 ) -> Dataset: # With the groups `institution` and `patient`
     "Slices of FeTS2022 with their masks"
     folder = folder_with(folder, f'{partition}.csv', what='FeTS2022')
-    with reading(folder/f'{partition}.csv'), open(folder/f'{partition}.csv', newline='', encoding='utf-8') as f: rows = list(csv.DictReader(f))
-    require(rows and all(r.get(k) and inside(r[k]) for r in rows for k in ('Partition_ID','Subject_ID')), f'{folder}/{partition}.csv must have the columns Partition_ID and Subject_ID, and a patient in each line.')
-    def one(r): at = folder/r['Subject_ID']; return planes(*(volume(at/f'{at.name}_{k}.nii.gz') for k in (image,'seg')), slices, at)
+    with (reading(folder/f'{partition}.csv'),
+          open(folder/f'{partition}.csv', newline='', encoding='utf-8') as f):
+        rows = list(csv.DictReader(f))
+    require(rows and all(r.get(k) and inside(r[k]) for r in rows for k in ('Partition_ID','Subject_ID')),
+            f'{folder}/{partition}.csv must have the columns Partition_ID and Subject_ID, '
+            'and a patient in each line.')
+    def one(r):
+        at = folder/r['Subject_ID']
+        return planes(*(volume(at/f'{at.name}_{k}.nii.gz') for k in (image,'seg')), slices, at)
     x,y = (np.concatenate(a) for a in zip(*map(one, rows)))
     names = sorted({r['Partition_ID'] for r in rows}, key=lambda k: (len(k), k))
     at = np.array([names.index(r['Partition_ID']) for r in rows])
-    parts = [(np.asarray(p)[:,None]*slices+np.arange(slices)).ravel() for p in split_validation(at, .2, seed, 'test')]
-    require(all(map(len, parts)), f'{folder} needs patients for training and for test, but holds {len(rows)}.')
-    groups = {k: tuple(v[p//slices] for p in parts) for k,v in dict(institution=at, patient=np.arange(len(rows))).items()}
-    return Dataset(name, *(a[p] for p in parts for a in (x, y)), FETS, folder.name, groups=groups, group_names=dict(institution=names, patient=[r['Subject_ID'] for r in rows]))
+    parts = [(np.asarray(p)[:,None]*slices+np.arange(slices)).ravel()
+             for p in split_validation(at, .2, seed, 'test')]
+    require(all(map(len, parts)),
+            f'{folder} needs patients for training and for test, but holds {len(rows)}.')
+    groups = {k: tuple(v[p//slices] for p in parts)
+              for k,v in dict(institution=at, patient=np.arange(len(rows))).items()}
+    return Dataset(name, *(a[p] for p in parts for a in (x, y)), FETS, folder.name, groups=groups,
+                   group_names=dict(institution=names, patient=[r['Subject_ID'] for r in rows]))
 
 # %% ../nbs/01_foundations/17_published.ipynb #79bf8f06
 LYME = ['NO','EM','HZ','TC']
@@ -234,11 +275,14 @@ def from_lyme(
     lines = {p: lyme_lines(folder/f) for p,f in every.items()}
     root = folder/'images' if (folder/'images').is_dir() else folder
     sides = [sum((lines[p] for p in some), []) for some in (parts, ['test'])]
-    four = [a for side in sides for a in (pictures((root/f for f,_ in side), size), np.array([c for _,c in side]))]
+    four = [a for side in sides
+            for a in (pictures((root/f for f,_ in side), size), np.array([c for _,c in side]))]
     tones = [folder/f'{p}_processed.csv' for p in every]
     known = skin_tones(tones) if all(t.exists() for t in tones) else {}
-    groups = dict(skin=tuple(np.array([tone_of(known, f) for f,_ in side]) for side in sides)) if known else {}
-    return Dataset(name, *four, classes=LYME, source=folder.name, groups=groups, group_names=dict(skin=['dark','light']) if known else {})
+    groups = (dict(skin=tuple(np.array([tone_of(known, f) for f,_ in side]) for side in sides))
+              if known else {})
+    return Dataset(name, *four, classes=LYME, source=folder.name, groups=groups,
+                   group_names=dict(skin=['dark','light']) if known else {})
 
 # %% ../nbs/01_foundations/17_published.ipynb #f385da0b
 def lyme_lines(
@@ -246,9 +290,12 @@ def lyme_lines(
 ) -> list[tuple[str, int]]: # Picture and class; other files than pictures are left out
     "The lines of a list of the Lyme data; raises `Refused` for one that is something else"
     with reading(path), open(path, newline='') as f: lines = list(csv.reader(f))[1:]
-    for l in lines: require(len(l)==2 and l[1].isdigit() and int(l[1]) < 4 and inside(l[0]), f'{path} has the line {l}; each must be a picture and a class from 0 to 3.')
+    for l in lines:
+        require(len(l)==2 and l[1].isdigit() and int(l[1]) < 4 and inside(l[0]),
+                f'{path} has the line {l}; each must be a picture and a class from 0 to 3.')
     return [(f, int(c)) for f,c in lines if f.split('.')[-1] in ('png','jpeg','jpg')]
 
+# %% ../nbs/01_foundations/17_published.ipynb #f548d5e0
 def skin_tones(
     paths:list[Path], # Lists with the columns `image` and `pred_binary_skintone`
 ) -> dict: # A picture's own name to 0, dark, or 1, light
@@ -256,13 +303,17 @@ def skin_tones(
     def rows(path):
         with reading(path), open(path, newline='') as f: return list(csv.DictReader(f))
     every = [(p, r) for p in paths for r in rows(p)]
-    for p,r in every: require(r.get('image') and r.get('pred_binary_skintone') in ('ds','ls'), f'{p} must give each picture in `image` a tone, ds or ls, in `pred_binary_skintone`.')
+    for p,r in every:
+        require(r.get('image') and r.get('pred_binary_skintone') in ('ds','ls'),
+                f'{p} must give each picture in `image` a tone, ds or ls, in `pred_binary_skintone`.')
     return {r['image'].split('/')[-1]: int(r['pred_binary_skintone']=='ls') for _,r in every}
 
+# %% ../nbs/01_foundations/17_published.ipynb #e8ab882c
 def tone_of(known:dict, picture:str) -> int:
     "A picture's skin tone; raises `Refused` where there is none"
     name = picture.split('/')[-1]
-    require(name in known, f'The lists of skin tones do not have {picture}; make them anew, or take them away to do without the group.')
+    require(name in known, f'The lists of skin tones do not have {picture}; '
+                           'make them anew, or take them away to do without the group.')
     return known[name]
 
 # %% ../nbs/01_foundations/17_published.ipynb #54b3cffa
@@ -277,10 +328,12 @@ def from_cifar_c(
     folder = folder_with(folder, 'labels.npy', what='CIFAR-10-C')
     there = sorted(p.stem for p in folder.glob('*.npy') if p.stem != 'labels')
     kinds = [choose(k, there, 'corruption') for k in kinds or there]
-    require(kinds and severities and set(severities) <= {1,2,3,4,5}, f'There must be corruptions, and severities from 1 to 5, not {severities!r}.')
+    require(kinds and severities and set(severities) <= {1,2,3,4,5},
+            f'There must be corruptions, and severities from 1 to 5, not {severities!r}.')
     labels = npy(folder/'labels.npy')
     n = labels.size//5
-    require(labels.dtype.kind in 'iu' and labels.shape==(5*n,) and n > 1 and (labels.reshape(5, n)==labels[:n]).all(),
+    require(labels.dtype.kind in 'iu' and labels.shape==(5*n,) and n > 1
+            and (labels.reshape(5, n)==labels[:n]).all(),
             f'{folder/"labels.npy"} must hold the same classes five times, once for each severity.')
     parts = split_validation(n, .2, seed, 'test')
     return Dataset(name, **corrupted(folder, kinds, severities, labels[:n].astype(np.int64), parts))
@@ -290,6 +343,7 @@ def npy(path:Path):
     "An array that stays in its file until it is used"
     with reading(path): return np.load(path, mmap_mode='r', allow_pickle=False)
 
+# %% ../nbs/01_foundations/17_published.ipynb #3366e585
 def corrupted(
     folder:Path, # Where the files are
     kinds:list[str], # Corruptions
@@ -299,11 +353,19 @@ def corrupted(
 ) -> dict: # Fields of a `Dataset`
     "Images of some corruptions and severities, divided by photograph"
     n,files = len(y),[npy(folder/f'{k}.npy') for k in kinds]
-    for k,a in zip(kinds, files): require(a.dtype==np.uint8 and a.shape==(5*n,32,32,3), f'{folder/k}.npy must hold uint8 images of shape {(5*n,32,32,3)}, not {a.dtype} of {a.shape}.')
+    for k,a in zip(kinds, files):
+        require(a.dtype==np.uint8 and a.shape==(5*n,32,32,3),
+                f'{folder/k}.npy must hold uint8 images of shape {(5*n,32,32,3)}, '
+                f'not {a.dtype} of {a.shape}.')
     pairs = [(i,s) for i in range(len(kinds)) for s in severities]
-    four = {k: v for name,p in zip(('train','test'), parts) for k,v in ((f'{name}_x', np.concatenate([files[i][(s-1)*n+p] for i,s in pairs])), (f'{name}_y', np.tile(y[p], len(pairs))))}
+    four = {k: v for name,p in zip(('train','test'), parts)
+            for k,v in ((f'{name}_x', np.concatenate([files[i][(s-1)*n+p] for i,s in pairs])),
+                        (f'{name}_y', np.tile(y[p], len(pairs))))}
     def group(j): return tuple(np.repeat([pair[j] for pair in pairs], len(p)) for p in parts)
-    return dict(four, source=folder.name, groups=dict(corruption=group(0), severity=group(1), image=tuple(np.tile(p, len(pairs)) for p in parts)), group_names=dict(corruption=kinds))
+    return dict(four, source=folder.name,
+                groups=dict(corruption=group(0), severity=group(1),
+                            image=tuple(np.tile(p, len(pairs)) for p in parts)),
+                group_names=dict(corruption=kinds))
 
 # %% ../nbs/01_foundations/17_published.ipynb #841440fd
 def table(
@@ -311,8 +373,10 @@ def table(
     skip:int=0, # Lines to leave out
 ) -> dict: # First word to the others
     "Lines of words, as CelebA has them"
-    with reading(path): return {w[0]: w[1:] for w in map(str.split, path.read_text().splitlines()[skip:]) if w}
+    with reading(path):
+        return {w[0]: w[1:] for w in map(str.split, path.read_text().splitlines()[skip:]) if w}
 
+# %% ../nbs/01_foundations/17_published.ipynb #7d685b62
 def from_celeba(
     folder:Path|str, # With img_align_celeba and the lists
     target:str='Blond_Hair', # What is to be predicted
@@ -321,18 +385,24 @@ def from_celeba(
     name:str='celeba', # What to call it
 ) -> Dataset: # With the attributes in `groups` as groups, and `identity` where the list is there
     "CelebA from its pictures and lists; its validation part is left out"
-    folder = folder_with(folder, 'img_align_celeba', 'list_attr_celeba.txt', 'list_eval_partition.txt', what='CelebA')
+    folder = folder_with(folder, 'img_align_celeba', 'list_attr_celeba.txt', 'list_eval_partition.txt',
+                         what='CelebA')
     rows,part = table(folder/'list_attr_celeba.txt', 2),table(folder/'list_eval_partition.txt')
-    with reading(folder): names = ''.join((folder/'list_attr_celeba.txt').read_text().splitlines()[1:2]).split()
+    with reading(folder):
+        names = ''.join((folder/'list_attr_celeba.txt').read_text().splitlines()[1:2]).split()
     k = {g: names.index(choose(g, names, 'attribute of CelebA')) for g in (target, *groups)}
-    for f,row in rows.items(): require(len(row)==len(names) and set(row) <= {'1','-1'} and inside(f), f'{folder/"list_attr_celeba.txt"} must give {f} {len(names)} times 1 or -1.')
+    for f,row in rows.items():
+        require(len(row)==len(names) and set(row) <= {'1','-1'} and inside(f),
+                f'{folder/"list_attr_celeba.txt"} must give {f} {len(names)} times 1 or -1.')
     files = [[f for f in rows if part.get(f)==[p]] for p in '02']
     def attribute(g): return tuple(np.array([int(rows[f][k[g]]=='1') for f in fs], np.int64) for fs in files)
     who = table(folder/'identity_CelebA.txt') if (folder/'identity_CelebA.txt').exists() else {}
-    require(not who or all(f in who and who[f][0].isdigit() for fs in files for f in fs), f'{folder/"identity_CelebA.txt"} must give each picture a number.')
+    require(not who or all(f in who and who[f][0].isdigit() for fs in files for f in fs),
+            f'{folder/"identity_CelebA.txt"} must give each picture a number.')
     more = dict(identity=tuple(np.array([int(who[f][0]) for f in fs]) for fs in files)) if who else {}
     x,y = [pictures((folder/'img_align_celeba'/f for f in fs), size) for fs in files],attribute(target)
-    return Dataset(name, x[0], y[0], x[1], y[1], [f'not {target}',target], folder.name, groups={**{g: attribute(g) for g in groups}, **more})
+    return Dataset(name, x[0], y[0], x[1], y[1], [f'not {target}',target], folder.name,
+                   groups={**{g: attribute(g) for g in groups}, **more})
 
 # %% ../nbs/01_foundations/17_published.ipynb #071117ec
 def from_chexpert(
@@ -344,12 +414,17 @@ def from_chexpert(
 ) -> Dataset: # With the groups `female`, `ap` and `patient`
     "CheXpert, one finding against another, split by patient"
     folder = folder_with(folder, 'train.csv', 'train', what='CheXpert')
-    with reading(folder/'train.csv'), open(folder/'train.csv', newline='') as f: rows = list(csv.DictReader(f))
-    for k in ('Path','Sex','Frontal/Lateral','AP/PA',*pair): require(rows and k in rows[0], f'{folder/"train.csv"} has no column {k!r}.')
+    with reading(folder/'train.csv'), open(folder/'train.csv', newline='') as f:
+        rows = list(csv.DictReader(f))
+    for k in ('Path','Sex','Frontal/Lateral','AP/PA',*pair):
+        require(rows and k in rows[0], f'{folder/"train.csv"} has no column {k!r}.')
     def there(r, k): return r[k] != '' and float(r[k])==1
-    with reading(folder/'train.csv'): rows = [r for r in rows if r['Frontal/Lateral']=='Frontal' and there(r, pair[0])!=there(r, pair[1])]
-    who = np.array([next((int(p[7:]) for p in r['Path'].split('/') if p[:7]=='patient' and p[7:].isdigit()), -1) for r in rows])
-    require(len(set(who)) > 1 and who.min() >= 0 and all(inside(r['Path']) for r in rows), f'{folder/"train.csv"} must have frontal images of {" or ".join(pair)} of at least two patients.')
+    with reading(folder/'train.csv'):
+        rows = [r for r in rows if r['Frontal/Lateral']=='Frontal' and there(r, pair[0])!=there(r, pair[1])]
+    who = np.array([next((int(p[7:]) for p in r['Path'].split('/')
+                          if p[:7]=='patient' and p[7:].isdigit()), -1) for r in rows])
+    require(len(set(who)) > 1 and who.min() >= 0 and all(inside(r['Path']) for r in rows),
+            f'{folder/"train.csv"} must have frontal images of {" or ".join(pair)} of at least two patients.')
     people,number = np.unique(who, return_inverse=True)
     test = np.isin(number, split_validation(len(people), .2, seed, 'test')[1])
     return of_rows(rows, [np.flatnonzero(~test), np.flatnonzero(test)], who, pair, folder, size, name)
@@ -357,8 +432,11 @@ def from_chexpert(
 # %% ../nbs/01_foundations/17_published.ipynb #2352f51f
 def of_rows(rows:list, parts:list, who:np.ndarray, pair:tuple, folder:Path, size:int, name:str) -> Dataset:
     "The radiographs of some rows of CheXpert's table"
-    def path(r): return folder/Path(*Path(r['Path']).parts[1:]) # The first part is the name of the folder itself
+    # The first part is the name of the folder itself
+    def path(r): return folder/Path(*Path(r['Path']).parts[1:])
     y = np.array([int(r[pair[1]] != '' and float(r[pair[1]])==1) for r in rows])
     x = [pictures((path(rows[i]) for i in p), size, 'L') for p in parts]
-    columns = dict(female=np.array([int(r['Sex']=='Female') for r in rows]), ap=np.array([int(r['AP/PA']=='AP') for r in rows]), patient=who)
-    return Dataset(name, x[0], y[parts[0]], x[1], y[parts[1]], list(pair), folder.name, groups={k: tuple(a[p] for p in parts) for k,a in columns.items()})
+    columns = dict(female=np.array([int(r['Sex']=='Female') for r in rows]),
+                   ap=np.array([int(r['AP/PA']=='AP') for r in rows]), patient=who)
+    return Dataset(name, x[0], y[parts[0]], x[1], y[parts[1]], list(pair), folder.name,
+                   groups={k: tuple(a[p] for p in parts) for k,a in columns.items()})

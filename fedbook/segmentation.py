@@ -136,8 +136,8 @@ def mask_scores(
     true:Tensor, # True classes of the same shape
     classes:int, # With the background
 ) -> list[dict]: # Per foreground class: class, dice in percent, hd95 (or `None`), undefined, one_empty
-    """Dice and HD95 of every class (`None`: never defined), the slices `undefined` in which it is in neither mask,
-    and `one_empty`, in which it is in just one; raises `Refused` for masks of different shapes"""
+    """Dice and HD95 of every class (`None`: never defined), the slices in which it is in neither mask (`undefined`)
+    and in just one (`one_empty`); raises `Refused` for masks of different shapes"""
     require(got.shape==true.shape, f'Predicted masks of shape {list(got.shape)} '
                                    f'cannot be compared with true ones of shape {list(true.shape)}.')
     overlap,rows = dice(got, true, classes),[]
