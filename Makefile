@@ -31,7 +31,7 @@ bench: env
 
 # `make device` measures the accelerator, or the processor where there is none, and writes figures/scale/device/cpu or cuda.
 DEVICE = clients: [10, 100], networks: {resnet18: {image_size: 32, batch: 128, images: 1024, stem: cifar}, \
-	vit_small_patch16_224: {image_size: 224, batch: 128, images: 512}}, size: 8192, repeats: 5, folder: ../../figures/scale/device
+	vit_small_patch16_224: {image_size: 224, batch: 128, images: 512}}, sizes: [2048, 8192], repeats: 5, folder: ../../figures/scale/device
 
 device: env
 	mkdir -p $(TMP) figures/scale/device

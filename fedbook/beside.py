@@ -15,8 +15,10 @@ from .results import curve_of, style
 from .rounds import run_in_lockstep
 
 # %% ../nbs/01_foundations/53_beside.ipynb #aab44b15
-EMBEDDED = dict(data='fashion_mnist_mini', model=dict(name='mlp', hidden=[32]), partition=dict(name='dirichlet', n_clients=20, alpha=.3),
-    local=dict(epochs=2, batch_size=16, optimiser=dict(name='sgd', lr=.05)), protocol=dict(rounds=10, per_round=5))
+EMBEDDED = dict(data='fashion_mnist_mini', model=dict(name='mlp', hidden=[32]),
+    partition=dict(name='dirichlet', n_clients=20, alpha=.3),
+    local=dict(epochs=2, batch_size=16, optimiser=dict(name='sgd', lr=.05)),
+    protocol=dict(rounds=10, per_round=5))
 
 # %% ../nbs/01_foundations/53_beside.ipynb #2cbae3fa
 def changed(
@@ -50,7 +52,8 @@ def experiment(
     "The experiment in which a method is shown"
     name = dict(name=type(m).__name__.lower(), **given(m))
     if not posthoc: return Setting(**fields, method=name)
-    stage = dict(method=name, local=dict(epochs=1), protocol=dict(rounds=5, per_round=fields['partition']['n_clients']))
+    stage = dict(method=name, local=dict(epochs=1),
+        protocol=dict(rounds=5, per_round=fields['partition']['n_clients']))
     return Setting(**changed(fields, dict(protocol=dict(rounds=5))), after=[stage])
 
 # %% ../nbs/01_foundations/53_beside.ipynb #3b70ac2e
@@ -63,12 +66,16 @@ def draw(
     figure = plt.figure(figsize=(10, 3.4), layout='constrained')
     with style():
         axes = figure.subplots(1, 2, width_ratios=(3, 2))
-        looks = dict(zip([k for k in runs if k!='FedAvg'], plt.rcParams['axes.prop_cycle'])) | {'FedAvg': dict(color='.35', ls='--')}
-        for k,rows in runs.items(): draw_curves(axes[0], [curve_of(dict(rows=r), metric) for r in rows], label=k, **looks[k])
-        draw_bytes(axes[1], {k: [megabytes(rows, way) for way in ('bytes_up','bytes_down')] for k,rows in runs.items()}, looks)
+        looks = (dict(zip([k for k in runs if k!='FedAvg'], plt.rcParams['axes.prop_cycle']))
+            | {'FedAvg': dict(color='.35', ls='--')})
+        for k,rows in runs.items():
+            draw_curves(axes[0], [curve_of(dict(rows=r), metric) for r in rows], label=k, **looks[k])
+        draw_bytes(axes[1], {k: [megabytes(rows, way) for way in ('bytes_up','bytes_down')]
+            for k,rows in runs.items()}, looks)
         axes[0].xaxis.get_major_locator().set_params(integer=True)
         axes[0].set(xlabel='round', ylabel=f'{metric.replace("_", " ")} (%)')
-        figure.legend(*axes[0].get_legend_handles_labels(), loc='outside upper center', ncols=min(len(runs), 3), frameon=False)
+        figure.legend(*axes[0].get_legend_handles_labels(), loc='outside upper center',
+            ncols=min(len(runs), 3), frameon=False)
     plt.close(figure)
     return figure
 
@@ -76,7 +83,8 @@ def draw(
 def draw_curves(ax, curves:list, color:str, label:str, ls:str='-'):
     "A thin line per seed, a thick one for the mean"
     for c in curves: ax.plot(*zip(*c.items()), color=color, ls=ls, lw=.8, alpha=.4)
-    ax.plot(list(curves[0]), [fmean(c[r] for c in curves) for r in curves[0]], color=color, ls=ls, lw=2.2, label=label)
+    ax.plot(list(curves[0]), [fmean(c[r] for c in curves) for r in curves[0]], color=color, ls=ls,
+        lw=2.2, label=label)
 
 def draw_bytes(ax, sent:dict, looks:dict):
     "Beside each other, what clients and what the server send"
@@ -95,15 +103,21 @@ def megabytes(rows:list, way:str) -> float: # Of a run, the mean over seeds
 # %% ../nbs/01_foundations/53_beside.ipynb #5e05e648
 def beside_fedavg(
     *methods:FedAvg, # One or several
-    personal:bool=False, # Are the clients' own models scored, each on test images in its class shares? If not, the global one
+    # Are the clients' own models scored, each on test images in its class shares? If not, the global one
+    personal:bool=False,
     posthoc:bool=False, # Do the methods begin after five rounds of FedAvg?
     own:dict={}, # Fields of the setting in which the methods differ from FedAvg
     seeds:tuple=(0, 1, 2), # A run each
     **fields, # Fields of the setting in which all differ from `EMBEDDED`
 ): # A matplotlib figure
     "Ten rounds of methods and of FedAvg: accuracy and bytes"
-    if personal or posthoc: fields = changed(fields, dict(personal=True, protocol=dict(fields.get('protocol', {}), personal_every=1)))
+    if personal or posthoc:
+        fields = changed(fields, dict(personal=True,
+            protocol=dict(fields.get('protocol', {}), personal_every=1)))
     base = changed(EMBEDDED, fields)
-    todo = {posthoc*'FedAvg, then '+label(m): experiment(m, changed(base, own), posthoc) for m in methods} | {'FedAvg': experiment(FedAvg(), base)}
-    def rows(s, seed): return run_in_lockstep([stages_of(s, seed)], lambda asked: [one_by_one(*a) for a in asked])[0][1]
-    return draw({k: [rows(s, seed) for seed in seeds] for k,s in todo.items()}, 'personal_accuracy' if personal or posthoc else 'accuracy')
+    todo = {posthoc*'FedAvg, then '+label(m): experiment(m, changed(base, own), posthoc)
+        for m in methods} | {'FedAvg': experiment(FedAvg(), base)}
+    def rows(s, seed):
+        return run_in_lockstep([stages_of(s, seed)], lambda asked: [one_by_one(*a) for a in asked])[0][1]
+    return draw({k: [rows(s, seed) for seed in seeds] for k,s in todo.items()},
+        'personal_accuracy' if personal or posthoc else 'accuracy')

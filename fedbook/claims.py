@@ -15,7 +15,8 @@ import math
 import numpy as np
 from .errors import choose, require
 from .papers import asset, printed, printed_ids
-from .results import ALPHA, at_chance, centre, coordinate, curve_of, grouped, Paired, paired, score_of, select, sign_of, signed, stand_ins
+from .results import (ALPHA, at_chance, centre, coordinate, curve_of, grouped, Paired, paired,
+    score_of, select, sign_of, signed, stand_ins)
 from .tables import Table
 from .tasks import METRICS
 
@@ -46,7 +47,8 @@ def claims(
     table:str=None, # A printed table's id; `None` for all
 ) -> list[Claim]: # In the order of the paper
     "What is claimed; raises `Refused` for a table without claims"
-    every = [made(**c) for f in sorted((Path(__file__).parent/'assets'/'claims').glob('*.toml')) for c in asset(f'claims/{f.name}')['claim']]
+    every = [made(**c) for f in sorted((Path(__file__).parent/'assets'/'claims').glob('*.toml'))
+        for c in asset(f'claims/{f.name}')['claim']]
     if table: choose(table, list(dict.fromkeys(c.table for c in every)), 'table with claims')
     return [c for c in every if table in (None, c.table)]
 
@@ -96,9 +98,11 @@ def leaning(
     if all(near): return 'near chance'
     alive = [g for g,n in zip(gaps, near) if not n]
     least,seeds = min(map(np.mean, alive)),min(map(len, alive))
-    lean,wanted = ('no', [g for g in alive if np.mean(g) < 0]) if least < 0 else ('yes', alive) if least > 0 else ('neither side', [])
+    lean,wanted = ('no', [g for g in alive if np.mean(g) < 0]) if least < 0 else ('yes',
+        alive) if least > 0 else ('neither side', [])
     needed = [needs(wanted, lean, len(gaps))] if wanted and not (lean=='yes' and any(near)) else []
-    return ', '.join([f'leans to {lean}', f'{seeds} seed{"s"*(seeds > 1)}', *needed, *([f'{sum(near)} of {len(near)} pairs near chance'] if any(near) else [])])
+    return ', '.join([f'leans to {lean}', f'{seeds} seed{"s"*(seeds > 1)}', *needed,
+        *([f'{sum(near)} of {len(near)} pairs near chance'] if any(near) else [])])
 
 # %% ../nbs/01_foundations/42_claims.ipynb #e167a415
 def needs(gaps:list, lean:str, pairs:int) -> str:
@@ -119,17 +123,20 @@ class Test:
 
 # %% ../nbs/01_foundations/42_claims.ipynb #2e8960e0
 def near_chance(metric:str, cells:list) -> bool: return metric in METRICS and all(map(at_chance, cells))
-def like(runs:list) -> set: return {(r['model'], r['data']) for r in runs} # Runs that may be compared have the same
+# Runs that may be compared have the same
+def like(runs:list) -> set: return {(r['model'], r['data']) for r in runs}
 
 def in_order(
     claim:Claim, # A claim of pairs
     records:list[dict], # Runs of its table and of one variant
-) -> tuple: # Tests, how many there should be, and whether some were left out for another backbone or other data
+    # Tests, how many there should be, and whether some were left out for another backbone or other data
+) -> tuple:
     "A test per pair whose two cells were run"
     def runs(cell): return [r for r in records if cell.items() <= r['cell'].items()]
     ran = [(a, b) for a,b in claim.pairs if runs(a) and runs(b)]
     pairs = [(a, b) for a,b in ran if like(runs(a))==like(runs(b))]
-    tests = [Test(against(a, b), claim.compared(records, a, b), [runs(a), runs(b)], near_chance(claim.metric, [runs(a), runs(b)])) for a,b in pairs]
+    tests = [Test(against(a, b), claim.compared(records, a, b), [runs(a), runs(b)],
+        near_chance(claim.metric, [runs(a), runs(b)])) for a,b in pairs]
     return [t for t in tests if t.found],len(claim.pairs),len(ran) > len(pairs)
 
 # %% ../nbs/01_foundations/42_claims.ipynb #ed9684ff
@@ -140,13 +147,16 @@ def examined(
 ) -> dict: # verdict, pairs, and of the weakest pair: difference, low, high, seeds
     "A claim on our runs"
     tests,asked,unlike = claim.tests([r for r in records if r['variant']==variant])
-    if not tests: return dict(verdict='not tested' + ': its cells have different backbones or data'*unlike, pairs=0)
+    if not tests:
+        return dict(verdict='not tested' + ': its cells have different backbones or data'*unlike, pairs=0)
     near = [t.near for t in tests]
     found = [replace(t.found, p=.5) if t.near and math.isfinite(t.found.p) else t.found for t in tests]
     p,t = max(zip(found, tests), key=lambda f: (math.isnan(f[0].p), f[0].p, -claim.sign*f[0].mean))
     part = '' if len(tests)==asked else f' ({len(tests)} of {asked} pairs)'
-    word = 'of older code' if any(r.get('older') for t in tests for c in t.cells for r in c) else outcome(found, near, claim.sign)
-    return dict(verdict=word+part, pairs=len(tests), difference=p.mean, low=p.low, high=p.high, seeds=len(p.differences), weakest=t.words)
+    word = ('of older code' if any(r.get('older') for t in tests for c in t.cells for r in c)
+        else outcome(found, near, claim.sign))
+    return dict(verdict=word+part, pairs=len(tests), difference=p.mean, low=p.low, high=p.high,
+        seeds=len(p.differences), weakest=t.words)
 
 # %% ../nbs/01_foundations/42_claims.ipynb #28fe0de5
 def outcome(
@@ -173,11 +183,14 @@ def verdicts(
     records:list[dict], # Its runs
 ) -> Table: # claim, printed, variant, verdict, and the weakest pair
     "What becomes of a table's claims"
-    rows = [[c.text, {True: 'yes', False: 'no', None: '–'}[holds_in_print(c)], v, *shown(examined(c, records, v))] for c in claims(table) for v in dict.fromkeys(r['variant'] for r in records)]
+    rows = [[c.text, {True: 'yes', False: 'no', None: '–'}[holds_in_print(c)], v,
+        *shown(examined(c, records, v))] for c in claims(table)
+        for v in dict.fromkeys(r['variant'] for r in records)]
     return tabled(rows, ['claim','in the printed numbers','variant'], records)
 
 # %% ../nbs/01_foundations/42_claims.ipynb #2d99c9ff
-RULE = 'A claim holds if the 95 % interval (Student\'s t over paired seeds) of every pair lies on its side, and fails if one pair is reversed after Holm\'s correction; else it is undecided.'
+RULE = ('A claim holds if the 95 % interval (Student\'s t over paired seeds) of every pair lies on its side, '
+    'and fails if one pair is reversed after Holm\'s correction; else it is undecided.')
 
 # %% ../nbs/01_foundations/42_claims.ipynb #95fc9f09
 def tabled(
@@ -188,9 +201,13 @@ def tabled(
 ) -> Table: # One row per claim
     "Tested claims with their rule and the stand-ins of the runs"
     import pandas as pd
-    used,older = dict.fromkeys(w for r in records for w in stand_ins(r)),sum(r.get('older', False) for r in records)
-    notes = [RULE, *notes, *([f'Stand-ins: {"; ".join(used)}.'] if used else []), *([f'{older} of {len(records)} runs are of older code; claims about them have no verdict.'] if older else [])]
-    return Table(pd.DataFrame(rows, columns=[*first, 'verdict', 'weakest pair', 'difference [95 %]', 'seeds']), 'Claims', notes)
+    used,older = dict.fromkeys(w for r in records for w in stand_ins(r)),sum(r.get('older', False)
+        for r in records)
+    notes = [RULE, *notes, *([f'Stand-ins: {"; ".join(used)}.'] if used else []),
+        *([f'{older} of {len(records)} runs are of older code; claims about them have no verdict.']
+        if older else [])]
+    return Table(pd.DataFrame(rows,
+        columns=[*first, 'verdict', 'weakest pair', 'difference [95 %]', 'seeds']), 'Claims', notes)
 
 # %% ../nbs/01_foundations/42_claims.ipynb #e8e638e6
 def shown(t:dict) -> list[str]:
@@ -234,7 +251,9 @@ class Correlation:
     over: str = 'cells' # or 'clients', of the one cell named
     cell: dict = field(default_factory=dict) # Coordinates that all points share
 
-    def __post_init__(self): choose(self.trend, ('rises','falls'), 'trend'), choose(self.over, ('cells','clients'), 'kind of points')
+    def __post_init__(self):
+        choose(self.trend, ('rises','falls'), 'trend'), choose(self.over, ('cells','clients'),
+            'kind of points')
 
     @property
     def sign(self): return 1 if self.trend=='rises' else -1 # of the rise where the claim is right
@@ -261,7 +280,9 @@ def points(
     runs:list[dict], # Of one seed
 ) -> tuple: # x and y
     "What is correlated"
-    if claim.over=='cells': return [score_of(r, claim.x) if coordinate(r, claim.x) is None else coordinate(r, claim.x) for r in runs],[score_of(r, claim.metric) for r in runs]
+    if claim.over=='cells':
+        return [score_of(r, claim.x) if coordinate(r, claim.x) is None else coordinate(r, claim.x)
+            for r in runs],[score_of(r, claim.metric) for r in runs]
     x,y = (of_clients(runs[0], m) for m in (claim.x, claim.metric))
     both = sorted({*x} & {*y})
     return [x[c] for c in both],[y[c] for c in both]
@@ -274,13 +295,16 @@ def trend(
     "One test of all points"
     mine = [r for r in records if claim.cell.items() <= r['cell'].items()]
     groups = list(grouped(mine, list(dict.fromkeys(k for r in mine for k in r['cell']))).values())
-    require(claim.over=='cells' or len(groups) < 2, f'{claim.id} is about the clients of one cell, and {claim.cell} names {len(groups)}.')
+    require(claim.over=='cells' or len(groups) < 2,
+        f'{claim.id} is about the clients of one cell, and {claim.cell} names {len(groups)}.')
     seeds = sorted(set.intersection(*map(set, groups))) if groups else []
-    if not seeds or len(like(mine)) > 1 or claim.over=='cells' and len(groups) < 2: return [],1,len(like(mine)) > 1
+    if not seeds or len(like(mine)) > 1 or claim.over=='cells' and len(groups) < 2:
+        return [],1,len(like(mine)) > 1
     both = {s: points(claim, [g[s] for g in groups]) for s in seeds}
     cells,rho = [list(g.values()) for g in groups],np.mean([spearman(*p) for p in both.values()])
     words = f'{claim.metric} over {claim.x}, {len(both[seeds[0]][0])} {claim.over}, ρ = {rho:.2f}'
-    return [Test(words, Paired.of({s: float(rise(*p)) for s,p in both.items()}, claim.sign), cells, near_chance(claim.metric, cells))],1,False
+    return [Test(words, Paired.of({s: float(rise(*p)) for s,p in both.items()}, claim.sign), cells,
+        near_chance(claim.metric, cells))],1,False
 
 KINDS['correlation'] = Correlation
 
@@ -311,9 +335,11 @@ def at_equal(
     b:dict, # Another
     metric:str, # What is compared
     equal:str, # What is made equal
-) -> tuple|None: # The two values, NaN where a run has diverged; `None` where no level of `equal` is common to both
+    # The two values, NaN where a run has diverged; `None` where no level of `equal` is common to both
+) -> tuple|None:
     "`metric` of two runs at the round in which `equal` is the same"
-    ends,curves,sign = [score_of(r, metric) for r in (a, b)],[curve_of(r, equal) for r in (a, b)],sign_of(equal)
+    ends,curves,sign = [score_of(r, metric) for r in (a, b)],[curve_of(r, equal)
+        for r in (a, b)],sign_of(equal)
     if None in ends or not all(curves): return None
     if any(map(math.isnan, ends)): return math.nan,math.nan
     level = common_level(*curves, sign)
@@ -330,7 +356,8 @@ class AtEqual(Claim):
     def in_print(self, t): return None # tables print one round
     def compared(self, runs, a, b):
         sides = [select(runs, w) for w in (a, b)]
-        both = {s: at_equal(sides[0][s], sides[1][s], self.metric, self.equal) for s in sorted({*sides[0]} & {*sides[1]})}
+        both = {s: at_equal(sides[0][s], sides[1][s], self.metric, self.equal)
+            for s in sorted({*sides[0]} & {*sides[1]})}
         gaps = {s: p[0]-p[1] for s,p in both.items() if p}
         return Paired.of(gaps, self.sign) if gaps else None
 
@@ -342,7 +369,10 @@ class Margin(Claim):
     "A claim of pairs: by how much the first cells are better, on average"
     margin: float = 0. # In the unit of the metric
 
-    def in_print(self, t): return round(float(np.mean([self.sign*(t.value(a, self.metric)-t.value(b, self.metric)) for a,b in self.pairs])), 6) >= self.margin
+    def in_print(self, t):
+        return round(
+            float(np.mean([self.sign*(t.value(a, self.metric)-t.value(b, self.metric))
+            for a,b in self.pairs])), 6) >= self.margin
     def tests(self, runs): return on_average(self, runs)
 
 def on_average(
@@ -355,6 +385,7 @@ def on_average(
     if not seeds: return [],1,unlike
     gaps = {s: float(np.mean([t.found.differences[s] for t in each]))-claim.sign*claim.margin for s in seeds}
     cells = [c for t in each for c in t.cells]
-    return [Test(f'mean of {len(each)} of {asked} differences, less {claim.margin:g}', Paired.of(gaps, claim.sign), cells, near_chance(claim.metric, cells))],1,unlike
+    return [Test(f'mean of {len(each)} of {asked} differences, less {claim.margin:g}',
+        Paired.of(gaps, claim.sign), cells, near_chance(claim.metric, cells))],1,unlike
 
 KINDS['margin'] = Margin

@@ -41,8 +41,10 @@ def draws(
     c:Client, # The client
     what:str, # 'train' or a hook
 ): # To be entered
-    "The stream of a client's random numbers in a part of its round; nothing where the hook is FedAvg's, which draws none"
-    return nullcontext() if is_default(fed.method, what) else seeded(fed.seed, what, c.round, c.id, device=c.own.device)
+    """The stream of a client's random numbers in a part of its round;
+    nothing where the hook is FedAvg's, which draws none"""
+    return nullcontext() if is_default(fed.method, what) else seeded(fed.seed, what, c.round, c.id,
+        device=c.own.device)
 
 # %% ../nbs/01_foundations/32_client.ipynb #b7bd59dd
 def begin_client(
@@ -65,9 +67,12 @@ def end_client(
     c.states,c.s,c.losses = states,states[c.phase],losses
     c.phase,c.trains = None,()
     with draws(fed, c, 'finish'): message,memory = fed.method.finish(w, c)
-    travel = dict(buffers=c.buffers) if c.buffers and fed.protocol.buffers=='average' else {} # those that stay local or are dropped are not sent
-    down,up = (nbytes({**m, **travel}) if m or travel else 0 for m in (c.message, message)) # who has nothing to say sends nothing
-    return dict(message=message, memory=memory, buffers=c.buffers, loss=losses.mean().item(), down=down, up=up)
+    # those that stay local or are dropped are not sent
+    travel = dict(buffers=c.buffers) if c.buffers and fed.protocol.buffers=='average' else {}
+    # who has nothing to say sends nothing
+    down,up = (nbytes({**m, **travel}) if m or travel else 0 for m in (c.message, message))
+    return dict(message=message, memory=memory, buffers=c.buffers, loss=losses.mean().item(),
+        down=down, up=up)
 
 # %% ../nbs/01_foundations/32_client.ipynb #6cba429f
 def trainable(
@@ -95,7 +100,8 @@ def in_phase(
 def sees_features(method, c):
     "Does the phase train the head alone, on features that do not change?"
     heads = c.trains and all(lies_in(k, ('head',)) for k in c.trains) and isinstance(c.net.module, Classifier)
-    return bool(heads) and not c.augment and c.local.precision=='float32' and is_default(method, 'loss') and not part(c.buffers, 'head')
+    return bool(heads) and not c.augment and c.local.precision=='float32' and is_default(method,
+        'loss') and not part(c.buffers, 'head')
 
 # %% ../nbs/01_foundations/32_client.ipynb #9a1a0fe3
 @torch.no_grad()
@@ -104,6 +110,7 @@ def on_features(c, w):
     z = torch.cat([c.net.features(w, c.buffers, channels_last(c.prepare(x))) for x in c.x.split(250)])
     return replace(holding(c, z, c.y), net=head_of(c.net))
 
+# %% ../nbs/01_foundations/32_client.ipynb #48026d0a
 def holding(c, x, y):
     "A client with samples that are ready for the network"
     return replace(c, samples=(x, y), own=torch.arange(len(x), device=x.device), prepare=as_is, augment=None)
@@ -139,6 +146,7 @@ def one_by_one(
     "The reference engine: one client after the other"
     return [(work or attempted)(fed, state, i, r) for i in ids]
 
+# %% ../nbs/01_foundations/32_client.ipynb #8c849769
 def attempted(fed, state, i, r):
     "`client_round`, or what went wrong in it; what concerns all clients is raised"
     try: return client_round(fed, state, i, r)

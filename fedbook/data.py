@@ -38,7 +38,8 @@ class Known:
     official: str|None # torchvision's class, `None` where it has none
     origin: str = '' # What it is and whose, where nothing can download it
     target: str = 'y' # Its targets are the arrays `train_…` and `test_…` of this name
-    cut: tuple|str|None = None # `None`: the test set is official; otherwise what a fifth of the images is cut from, see below
+    # `None`: the test set is official; otherwise what a fifth of the images is cut from, see below
+    cut: tuple|str|None = None
     stand_in: str = 'fashion_mnist_mini' # What may take its place
 
     @property
@@ -53,14 +54,24 @@ CATALOGUE = dict(
     fashion_mnist = Known((28,28), 60000, 10000, 10, 'FashionMNIST'),
     mnist = Known((28,28), 60000, 10000, 10, 'MNIST'),
     usps = Known((16,16), 7291, 2007, 10, 'USPS'),
-    mnist_m = Known((32,32,3), 59001, 9001, 10, None, 'the digits of MNIST on pieces of photographs (Ganin and others, 2016)', stand_in='mnist_m_regenerated'),
-    mnist_m_regenerated = Known((28,28,3), 60000, 10000, 10, None, 'MNIST-M made again by its recipe, from MNIST and the photographs of BSDS500'),
-    pacs64 = Known((64,64,3), 7993, 1998, 7, None, 'PACS (Li and others, 2017) at 64 pixels, with the style of each picture as `train_domain`', cut=('domain','y')),
-    nih_cxr_1000 = Known((128,128), 811, 189, 14, None, '1,000 chest radiographs of NIH ChestX-ray14 (Wang and others, 2017)', 'multilabel', 'patient'),
-    brain_tumour_t1ce_359 = Known((256,256), 287, 72, 2, None, '359 slices of MR images with the outlines of brain tumours (Cheng, 2017)', 'mask', ()),
-    femnist_digits_subset = Known((28,28), 4798, 1199, 10, None, 'digits of FEMNIST (LEAF; NIST Special Database 19) in 12 clients', cut=('client','y')),
-    omniglot_small = Known((28,28), 3872, 968, 242, None, '242 handwritten characters of 8 alphabets of Omniglot (Lake and others, 2015)', 'char', ('alphabet','writer')),
-    pneumoniamnist_balanced = Known((28,28), 2428, 468, 2, None, 'PneumoniaMNIST (MedMNIST, Yang and others, 2023), as many healthy as ill'),
+    mnist_m = Known((32,32,3), 59001, 9001, 10, None,
+    'the digits of MNIST on pieces of photographs (Ganin and others, 2016)', stand_in='mnist_m_regenerated'),
+    mnist_m_regenerated = Known((28,28,3), 60000, 10000, 10, None,
+    'MNIST-M made again by its recipe, from MNIST and the photographs of BSDS500'),
+    pacs64 = Known((64,64,3), 7993, 1998, 7, None,
+    'PACS (Li and others, 2017) at 64 pixels, with the style of each picture as `train_domain`',
+    cut=('domain','y')),
+    nih_cxr_1000 = Known((128,128), 811, 189, 14, None,
+    '1,000 chest radiographs of NIH ChestX-ray14 (Wang and others, 2017)', 'multilabel', 'patient'),
+    brain_tumour_t1ce_359 = Known((256,256), 287, 72, 2, None,
+    '359 slices of MR images with the outlines of brain tumours (Cheng, 2017)', 'mask', ()),
+    femnist_digits_subset = Known((28,28), 4798, 1199, 10, None,
+    'digits of FEMNIST (LEAF; NIST Special Database 19) in 12 clients', cut=('client','y')),
+    omniglot_small = Known((28,28), 3872, 968, 242, None,
+    '242 handwritten characters of 8 alphabets of Omniglot (Lake and others, 2015)', 'char',
+    ('alphabet','writer')),
+    pneumoniamnist_balanced = Known((28,28), 2428, 468, 2, None,
+    'PneumoniaMNIST (MedMNIST, Yang and others, 2023), as many healthy as ill'),
     fashion_mnist_mini = Known((28,28), 4000, 1000, 10, None))
 STAND_IN = 'fashion_mnist_mini' # Takes the place of whichever has no better one
 
@@ -91,7 +102,8 @@ def strip(
     x = x[examples(y)]
     n,h,w,*colour = x.shape
     columns = min(n, 20)
-    x = np.concatenate([x, np.zeros((-n%columns, h, w, *colour), np.uint8)]).reshape(-1, columns, h, w, *colour)
+    x = np.concatenate([x, np.zeros((-n%columns, h, w, *colour), np.uint8)]).reshape(-1, columns,
+        h, w, *colour)
     x = x.swapaxes(1, 2).reshape(-1, columns*w, *colour)
     return Image.fromarray(x.repeat(2, 0).repeat(2, 1))
 
@@ -102,17 +114,21 @@ def class_counts(
 ) -> np.ndarray: # [n_classes]
     "How many images show each class"
     if y.ndim==2: return np.nansum(y, 0).astype(int)
-    return np.bincount(y, minlength=n_classes) if y.ndim==1 else np.array([(y==c).any((1,2)).sum() for c in range(n_classes)])
+    return (np.bincount(y, minlength=n_classes) if y.ndim==1
+        else np.array([(y==c).any((1,2)).sum() for c in range(n_classes)]))
 
 # %% ../nbs/01_foundations/11_data.ipynb #a6142e7d
 def summary(d) -> str: # One line
     "The counts of a data set, where it came from, and what it stands in for"
     counts,size = class_counts(d.train_y, d.n_classes),'×'.join(map(str, d.train_x.shape[1:]))
     each = ' to '.join(map(str, sorted({counts.min(), counts.max()})))
-    what,per = dict(classes=('classes','class'), labels=('labels','label'), masks=('classes of pixels','class'))[d.kind]
+    what,per = dict(classes=('classes','class'), labels=('labels','label'),
+        masks=('classes of pixels','class'))[d.kind]
     groups = [f'{len(np.unique(train))} values of {k}' for k,(train,_) in d.groups.items()]
-    return (f'{d.name}: {len(d.train_x)} training images ({each} per {per}) and {len(d.test_x)} test images, {size}, '
-            + ', '.join([f'{d.n_classes} {what}', *groups, d.source]) + (f', standing in for {d.stand_in_for}' if d.stand_in_for else ''))
+    return (f'{d.name}: {len(d.train_x)} training images ({each} per {per}) and {len(d.test_x)} test images, '
+        f'{size}, '
+            + ', '.join([f'{d.n_classes} {what}', *groups, d.source])
+            + (f', standing in for {d.stand_in_for}' if d.stand_in_for else ''))
 
 # %% ../nbs/01_foundations/11_data.ipynb #2dfdd406
 def as_html(d) -> str:
@@ -120,10 +136,12 @@ def as_html(d) -> str:
     png = io.BytesIO()
     strip(d.train_x, d.train_y).save(png, 'png')
     picture = f'<img src="data:image/png;base64,{base64.b64encode(png.getvalue()).decode()}">'
-    return '<br>'.join([html.escape(summary(d)), picture] + [html.escape(', '.join(d.classes or []))]*bool(d.classes and d.n_classes<=20))
+    return '<br>'.join([html.escape(summary(d)), picture]
+        + [html.escape(', '.join(d.classes or []))]*bool(d.classes and d.n_classes<=20))
 
 # %% ../nbs/01_foundations/11_data.ipynb #17fd85fb
-def arrays_fingerprint(*arrays:np.ndarray) -> str: return fingerprint(*(part for a in arrays for part in (list(a.shape), a.tobytes())))
+def arrays_fingerprint(*arrays:np.ndarray) -> str:
+    return fingerprint(*(part for a in arrays for part in (list(a.shape), a.tobytes())))
 
 # %% ../nbs/01_foundations/11_data.ipynb #4bc1b1b2
 def check_groups(
@@ -134,14 +152,18 @@ def check_groups(
 ):
     "Raise `Refused` unless each group has a number for each image"
     for name,pair in groups.items():
-        require(isinstance(pair, (tuple,list)) and len(pair)==2, f'{what} must give the group {name!r} as two arrays, one for training and one for test.')
+        require(isinstance(pair, (tuple,list)) and len(pair)==2,
+            f'{what} must give the group {name!r} as two arrays, one for training and one for test.')
         for split,a,n in zip(('training','test'), map(np.asarray, pair), (n_train,n_test)):
             require(a.dtype.kind in 'iub' and a.shape==(n,),
-                    f'{what} must give the group {name!r} as {n} whole numbers for the {split} images, not as {a.dtype} of shape {a.shape}.')
+                    f'{what} must give the group {name!r} as {n} whole numbers for the {split} images, not '
+                    f'as {a.dtype} of shape {a.shape}.')
 
 # %% ../nbs/01_foundations/11_data.ipynb #e57665b0
-def count_classes(*ys:np.ndarray) -> int: return ys[0].shape[1] if ys[0].ndim==2 else 1+int(max(y.max() for y in ys))
-def as_targets(y:np.ndarray) -> Tensor: return torch.tensor(y, dtype=torch.float32 if y.ndim==2 else torch.int64)
+def count_classes(*ys:np.ndarray) -> int:
+    return ys[0].shape[1] if ys[0].ndim==2 else 1+int(max(y.max() for y in ys))
+def as_targets(y:np.ndarray) -> Tensor:
+    return torch.tensor(y, dtype=torch.float32 if y.ndim==2 else torch.int64)
 
 # %% ../nbs/01_foundations/11_data.ipynb #065d725d
 @dataclass(eq=False, repr=False)
@@ -155,28 +177,41 @@ class Dataset:
     classes: list[str]|None = None # Names of the classes, in the order of the labels
     source: str = '' # 'embedded', or the name of the file it was read from
     stand_in_for: str|None = None # The data set that was wanted, where this one takes its place
-    groups: dict = field(default_factory=dict) # Name, such as 'writer', to two arrays of numbers: per training and per test image
+    # Name, such as 'writer', to two arrays of numbers: per training and per test image
+    groups: dict = field(default_factory=dict)
     group_names: dict = field(default_factory=dict) # Name of a group to the names of its values
 
     def __post_init__(self): check_groups(self.groups, len(self.train_y), len(self.test_y), self.name)
     @property
     def kind(self): return ('classes','labels','masks')[self.train_y.ndim-1]
     @cached_property
-    def n_classes(self): return CATALOGUE[self.name].n_classes if self.name in CATALOGUE else len(self.classes or ()) or count_classes(self.train_y, self.test_y)
+    def n_classes(self):
+        return (CATALOGUE[self.name].n_classes if self.name in CATALOGUE else len(self.classes or ())
+            or count_classes(self.train_y, self.test_y))
     @cached_property
     def fingerprint(self): return self.fingerprint_with()
-    def fingerprint_with(self, *groups:str): return arrays_fingerprint(self.train_x, self.train_y, self.test_x, self.test_y, *(a for k in groups for a in self.group(k)))
+    def fingerprint_with(self, *groups:str):
+        return arrays_fingerprint(self.train_x, self.train_y, self.test_x, self.test_y,
+            *(a for k in groups for a in self.group(k)))
     def group(self, name:str): return choose(name, self.groups, f'group of {self.name}') # Two arrays
-    def groups_of(self, split:str, where=slice(None)): return {k: np.asarray(g[split=='test'])[where] for k,g in self.groups.items()} # Name to array
-    def strata(self, split:str): return self._part(split, 'y') if self.kind=='classes' else np.zeros(len(self._part(split, 'y')), np.int64) # [n], the class for partitions
-    def images(self, split:str, device:str='cpu'): return as_batch(self._part(split, 'x')).to(device) # uint8 [n, c, h, w]
-    def labels(self, split:str, device:str='cpu'): return as_targets(self._part(split, 'y')).to(device) # int64 [n] or [n, h, w], or float32 [n, m]
+    # Name to array
+    def groups_of(self, split:str, where=slice(None)):
+        return {k: np.asarray(g[split=='test'])[where] for k,g in self.groups.items()}
+    # [n], the class for partitions
+    def strata(self, split:str):
+        return (self._part(split, 'y') if self.kind=='classes'
+            else np.zeros(len(self._part(split, 'y')), np.int64))
+    # uint8 [n, c, h, w]
+    def images(self, split:str, device:str='cpu'): return as_batch(self._part(split, 'x')).to(device)
+    # int64 [n] or [n, h, w], or float32 [n, m]
+    def labels(self, split:str, device:str='cpu'): return as_targets(self._part(split, 'y')).to(device)
     def _part(self, split, xy): return getattr(self, f"{choose(split, ('train','test'), 'split')}_{xy}")
     def __repr__(self): return summary(self)
     def _repr_html_(self): return as_html(self)
 
 # %% ../nbs/01_foundations/11_data.ipynb #3057e3bb
-DAMAGE = (zipfile.BadZipFile, tarfile.TarError, zlib.error, lzma.LZMAError, ValueError, EOFError, RuntimeError)
+DAMAGE = (zipfile.BadZipFile, tarfile.TarError, zlib.error, lzma.LZMAError, ValueError,
+    EOFError, RuntimeError)
 
 # %% ../nbs/01_foundations/11_data.ipynb #91ea9b9f
 @contextmanager
@@ -189,7 +224,8 @@ def reading(
     except OSError as e:
         if e.errno: raise Refused(f'Cannot read {path}: {e.strerror}.') from e
         raise Refused(f'{path} is damaged or incomplete ({e}); delete it and get it again.') from e
-    except DAMAGE as e: raise Refused(f'{path} is damaged or incomplete ({e}); delete it and get it again.') from e
+    except DAMAGE as e:
+        raise Refused(f'{path} is damaged or incomplete ({e}); delete it and get it again.') from e
 
 # %% ../nbs/01_foundations/11_data.ipynb #d4061288
 def check_images(what:str, x:np.ndarray, shape:tuple):
@@ -202,19 +238,24 @@ def check_labels(what:str, y:np.ndarray, n:int, n_classes:int):
     "Raise `Refused` unless `y` holds `n` labels of this many classes"
     require(np.issubdtype(y.dtype, np.integer), f'{what} must be integers, not {y.dtype}.')
     require(y.shape == (n,), f'{what} must have the shape {(n,)}, not {y.shape}.')
-    require(0 <= y.min() and y.max() < n_classes, f'{what} must lie in 0 … {n_classes-1}, not {y.min()} … {y.max()}.')
+    require(0 <= y.min() and y.max() < n_classes,
+        f'{what} must lie in 0 … {n_classes-1}, not {y.min()} … {y.max()}.')
 
 # %% ../nbs/01_foundations/11_data.ipynb #d8b6a9a5
 def check_multilabel(what:str, y:np.ndarray, n:int, n_classes:int):
     "Raise `Refused` unless `y` holds `n` rows of this many labels"
-    require(y.dtype.kind in 'iufb' and y.shape == (n,n_classes), f'{what} must be numbers of the shape {(n,n_classes)}, not {y.dtype} of shape {y.shape}.')
-    require(np.isin(y, (0,1)).all(where=~np.isnan(y)), f'{what} must hold 0, 1, or NaN where a label is unknown.')
+    require(y.dtype.kind in 'iufb' and y.shape == (n,n_classes),
+        f'{what} must be numbers of the shape {(n,n_classes)}, not {y.dtype} of shape {y.shape}.')
+    require(np.isin(y, (0,1)).all(where=~np.isnan(y)),
+        f'{what} must hold 0, 1, or NaN where a label is unknown.')
 
 # %% ../nbs/01_foundations/11_data.ipynb #037a9148
 def check_masks(what:str, y:np.ndarray, x:np.ndarray, n_classes:int):
     "Raise `Refused` unless `y` holds a class for each pixel of the images `x`"
-    require(y.dtype.kind in 'iu' and y.shape == x.shape[:3], f'{what} must be whole numbers of the shape {x.shape[:3]}, not {y.dtype} of shape {y.shape}.')
-    require(0 <= y.min() and y.max() < n_classes, f'{what} must lie in 0 … {n_classes-1}, not {y.min()} … {y.max()}.')
+    require(y.dtype.kind in 'iu' and y.shape == x.shape[:3],
+        f'{what} must be whole numbers of the shape {x.shape[:3]}, not {y.dtype} of shape {y.shape}.')
+    require(0 <= y.min() and y.max() < n_classes,
+        f'{what} must lie in 0 … {n_classes-1}, not {y.min()} … {y.max()}.')
 
 # %% ../nbs/01_foundations/11_data.ipynb #19684a6a
 def check_targets(kind:str, what:str, y:np.ndarray, x:np.ndarray, n_classes:int):
@@ -233,10 +274,13 @@ def check(
     "Raise `Refused` unless the four arrays are the data set `name`"
     known = CATALOGUE[name]
     called = {a: a.replace('_y', f'_{known.target}') for a in ARRAYS}
-    for a in ARRAYS: require(a in arrays, f'{where} has no array {called[a]!r}; {name} needs {", ".join(called.values())}.')
+    for a in ARRAYS:
+        require(a in arrays,
+            f'{where} has no array {called[a]!r}; {name} needs {", ".join(called.values())}.')
     for split,n in (('train',known.n_train), ('test',known.n_test)):
         check_images(f'{split}_x in {where}', arrays[f'{split}_x'], (n, *known.image))
-        check_targets(known.kind, f'{called[f"{split}_y"]} in {where}', arrays[f'{split}_y'], arrays[f'{split}_x'], known.n_classes)
+        check_targets(known.kind, f'{called[f"{split}_y"]} in {where}', arrays[f'{split}_y'],
+            arrays[f'{split}_x'], known.n_classes)
 
 # %% ../nbs/01_foundations/11_data.ipynb #b589c5a8
 NAMES = ('names','names_y','names_fine','names_label') # What others call the names of the classes
@@ -249,9 +293,11 @@ def wanted(
 ) -> bool:
     "Is this array read?"
     split,_,what = k.partition('_')
-    if split=='names': return k in NAMES or what==known.target or any(f'{s}_{what}' in files for s in ('train','test'))
+    if split=='names':
+        return k in NAMES or what==known.target or any(f'{s}_{what}' in files for s in ('train','test'))
     if split not in ('train','test'): return False
-    return what in ('x', known.target) or (known.cut is not None if split=='train' and f'test_{what}' not in files else f'train_{what}' in files)
+    return what in ('x', known.target) or (known.cut is not None if split=='train'
+        and f'test_{what}' not in files else f'train_{what}' in files)
 
 # %% ../nbs/01_foundations/11_data.ipynb #a4dee66d
 def arrays_of(
@@ -263,7 +309,8 @@ def arrays_of(
         with open(path, 'rb') as f:
             if not zipfile.is_zipfile(f): raise zipfile.BadZipFile('not an .npz file')
         with np.load(path, allow_pickle=False) as z:
-            return {k.replace(f'_{known.target}', '_y') if k.startswith('t') else k: z[k] for k in z.files if wanted(k, z.files, known)}
+            return {k.replace(f'_{known.target}', '_y') if k.startswith('t') else k: z[k]
+                for k in z.files if wanted(k, z.files, known)}
 
 # %% ../nbs/01_foundations/11_data.ipynb #18711f5b
 def completed(
@@ -272,21 +319,27 @@ def completed(
     path:Path, # The file, for the sentence
 ) -> dict: # The same, with a test set, and with masks of 0 and 255 as 0 and 1
     "A file's arrays as they are used"
-    if known.kind=='masks': arrays = {k: a//255 if k.endswith('_y') and set(np.unique(a)) <= {0,255} else a for k,a in arrays.items()}
+    if known.kind=='masks':
+        arrays = {k: a//255 if k.endswith('_y') and set(np.unique(a)) <= {0,255} else a
+            for k,a in arrays.items()}
     if known.cut is None or 'test_x' in arrays: return arrays
     for k in ('x', 'y', *([known.cut] if isinstance(known.cut, str) else known.cut)):
         n,there = len(arrays.get('train_x', ())), np.shape(arrays.get(f'train_{k}'))
-        require(there[:1]==(n,) and n==known.n_train+known.n_test, f'{path} must hold train_{known.target if k=="y" else k} of {known.n_train+known.n_test} images.')
+        require(there[:1]==(n,) and n==known.n_train+known.n_test,
+            f'{path} must hold train_{known.target if k=="y" else k} of {known.n_train+known.n_test} images.')
     return cut_test(arrays, known.cut)
 
 # %% ../nbs/01_foundations/11_data.ipynb #2d90896c
-def stored(y:np.ndarray) -> np.ndarray: return y.astype({1: np.int64, 2: np.float32}.get(y.ndim, y.dtype)) # Classes, labels, or masks as they are
+# Classes, labels, or masks as they are
+def stored(y:np.ndarray) -> np.ndarray: return y.astype({1: np.int64, 2: np.float32}.get(y.ndim, y.dtype))
 
 def groups_in(arrays:dict) -> dict: # `groups` and `group_names`
     "What else a file says of its images: pairs of arrays of one whole number per image"
-    pairs = {k[6:]: (a, arrays[f'test_{k[6:]}']) for k,a in arrays.items() if k.startswith('train_') and k not in ARRAYS and f'test_{k[6:]}' in arrays}
+    pairs = {k[6:]: (a, arrays[f'test_{k[6:]}']) for k,a in arrays.items() if k.startswith('train_')
+        and k not in ARRAYS and f'test_{k[6:]}' in arrays}
     groups = {k: p for k,p in pairs.items() if all(a.ndim==1 and a.dtype.kind in 'iub' for a in p)}
-    return dict(groups=groups, group_names={k: arrays[f'names_{k}'].tolist() for k in groups if f'names_{k}' in arrays})
+    return dict(groups=groups,
+        group_names={k: arrays[f'names_{k}'].tolist() for k in groups if f'names_{k}' in arrays})
 
 # %% ../nbs/01_foundations/11_data.ipynb #04ea828f
 def read(
@@ -299,9 +352,11 @@ def read(
     arrays,n = completed(arrays_of(path, known), known, path),known.n_classes
     check(name, arrays, path)
     names = next((arrays[k] for k in (*NAMES, f'names_{known.target}') if k in arrays), None)
-    require(names is None or names.dtype.kind == 'U' and names.shape == (n,), f'The class names in {path} must be {n} texts.')
+    require(names is None or names.dtype.kind == 'U' and names.shape == (n,),
+        f'The class names in {path} must be {n} texts.')
     four = {k: arrays[k] if k.endswith('x') else stored(arrays[k]) for k in ARRAYS}
-    return Dataset(name, **four, classes=None if names is None else names.tolist(), source=source or path.name, **groups_in(arrays))
+    return Dataset(name, **four, classes=None if names is None else names.tolist(),
+        source=source or path.name, **groups_in(arrays))
 
 # %% ../nbs/01_foundations/11_data.ipynb #eea56a18
 @contextmanager
@@ -323,7 +378,8 @@ def download(
     make = getattr(vision().datasets, CATALOGUE[name].official)
     with tempfile.TemporaryDirectory() as tmp, patience(10), redirect_stdout(io.StringIO()):
         train,test = (make(tmp, train=t, download=True) for t in (True, False))
-    names = [c.split(' - ')[0] for c in getattr(train, 'classes', '0123456789')] # MNIST calls a class '0 - zero', USPS has no names
+    # MNIST calls a class '0 - zero', USPS has no names
+    names = [c.split(' - ')[0] for c in getattr(train, 'classes', '0123456789')]
     return dict(train_x=np.asarray(train.data), train_y=np.asarray(train.targets),
                 test_x=np.asarray(test.data), test_y=np.asarray(test.targets), names=np.array(names))
 
@@ -337,8 +393,10 @@ def refusal(
 ) -> str:
     "The sentence for a data set that is neither here nor to be had"
     why,known = str(e).strip().splitlines()[-1:] or [type(e).__name__],CATALOGUE[name]
-    return (f'There is no {cache_file(name)}, and {name} could not be downloaded ({why[0]}): run `fedbook data fetch {name}` on a machine with '
-            'a network and copy the file, or put an .npz file of this name there with the uint8 images train_x, test_x and the labels '
+    return (f'There is no {cache_file(name)}, and {name} could not be downloaded ({why[0]}): run `fedbook '
+        f'data fetch {name}` on a machine with '
+            'a network and copy the file, or put an .npz file of this name there with the uint8 images '
+            'train_x, test_x and the labels '
             f'train_y, test_y, or use the stand-in {known.stand_in!r}.')
 
 
@@ -346,21 +404,26 @@ def refusal(
 def contents(known:Known) -> str:
     "What the file of a data set has to hold, in words"
     n,t,shape = known.n_train,known.target,'×'.join(map(str, known.image))
-    if known.cut is None: return f'the uint8 images train_x ({n} of {shape}) and test_x ({known.n_test}), and train_{t}, test_{t}'
+    if known.cut is None:
+        return (f'the uint8 images train_x ({n} of {shape}) and test_x ({known.n_test}), and train_{t}, '
+            f'test_{t}')
     further = [f'train_{k}' for k in ([known.cut] if isinstance(known.cut, str) else known.cut) if k!='y']
-    return f'the {n+known.n_test} uint8 images train_x ({shape}) and ' + ', '.join([f'train_{t}', *further]) + ', of which a fifth becomes the test set'
+    return (f'the {n+known.n_test} uint8 images train_x ({shape}) and ' + ', '.join([f'train_{t}', *further])
+        + ', of which a fifth becomes the test set')
 
 def absent(name:str) -> str:
     "The sentence for a data set that nothing can download"
     known = CATALOGUE[name]
-    return (f'There is no {cache_file(name)}, and nothing can download it; it is {known.origin}: put an .npz file of this name there with '
+    return (f'There is no {cache_file(name)}, and nothing can download it; it is {known.origin}: put an .npz '
+        f'file of this name there with '
             f'{contents(known)}, or use the stand-in {known.stand_in!r}.')
 
 # %% ../nbs/01_foundations/11_data.ipynb #c335dfa3
 def fetch(
     name:str, # A name in `CATALOGUE`
 ) -> Path|None: # Its file in the data folder, `None` for the set inside the package
-    "Download a data set unless its file is there; raises `Refused` where that is not possible or `FEDBOOK_OFFLINE=1`"
+    """Download a data set unless its file is there;
+    raises `Refused` where that is not possible or `FEDBOOK_OFFLINE=1`"""
     if choose(name, CATALOGUE, 'data set').embedded: return None
     path = cache_file(name)
     if path.exists(): return path
@@ -380,7 +443,8 @@ OWN = {} # Name to `Dataset`: what the reader has added in this process
 def load(
     name:str, # A name in `CATALOGUE`, or of a data set of the reader's own
 ) -> Dataset:
-    "A data set of the reader's, from the package, from `data_dir()`, or from the network; raises `Refused` where none has it"
+    """A data set of the reader's, from the package, from `data_dir()`, or from the network;
+    raises `Refused` where none has it"""
     if name in OWN: return OWN[name]
     path = fetch(choose(name, [*OWN, *CATALOGUE], 'data set'))
     if path: return read(name, path)
@@ -390,8 +454,10 @@ def load(
 def describe() -> list[dict]: # `name`, `where` (None: not here), `stand_in`, `how`: what to do to get it
     "One entry per data set of the catalogue"
     def entry(name, known):
-        if known.embedded: return dict(name=name, where='embedded', stand_in=None, how='comes with the package')
-        path,how = cache_file(name),f'fedbook data fetch {name}' if known.official else f'fedbook data install {name}.npz'
+        if known.embedded:
+            return dict(name=name, where='embedded', stand_in=None, how='comes with the package')
+        path,how = (cache_file(name),f'fedbook data fetch {name}' if known.official
+            else f'fedbook data install {name}.npz')
         return dict(name=name, where=str(path) if path.exists() else None, stand_in=known.stand_in, how=how)
     own = [dict(name=name, where='memory', stand_in=None, how='added by you') for name in OWN]
     return own + [entry(*known) for known in CATALOGUE.items()]
@@ -415,7 +481,8 @@ def opened(
             with tarfile.open(path) as a: yield a, [(m.name, m.isreg() or m.isdir()) for m in a]
         else:
             with zipfile.ZipFile(path) as a:
-                yield a, [(m.filename, stat.S_IFMT(m.external_attr>>16) in (0, stat.S_IFREG, stat.S_IFDIR)) for m in a.infolist()]
+                yield a, [(m.filename, stat.S_IFMT(m.external_attr>>16) in (0, stat.S_IFREG, stat.S_IFDIR))
+                    for m in a.infolist()]
 
 # %% ../nbs/01_foundations/11_data.ipynb #b81cb542
 def refuse_unsafe(
@@ -425,7 +492,8 @@ def refuse_unsafe(
     with opened(archive) as (_,members):
         for name,plain in members:
             require(plain, f'{archive} was not extracted, because its member {name!r} is a link or a device.')
-            require(inside(name), f'{archive} was not extracted, because its member {name!r} leads out of the folder.')
+            require(inside(name),
+                f'{archive} was not extracted, because its member {name!r} leads out of the folder.')
 
 # %% ../nbs/01_foundations/11_data.ipynb #40841c9f
 def folder_beside(to:Path) -> tempfile.TemporaryDirectory:
@@ -433,14 +501,16 @@ def folder_beside(to:Path) -> tempfile.TemporaryDirectory:
     try:
         to.parent.mkdir(parents=True, exist_ok=True)
         return tempfile.TemporaryDirectory(dir=to.parent, prefix='.')
-    except OSError as e: raise Refused(f'Cannot write {to}: {e.strerror}; give a folder that you may write to.') from e
+    except OSError as e:
+        raise Refused(f'Cannot write {to}: {e.strerror}; give a folder that you may write to.') from e
 
 # %% ../nbs/01_foundations/11_data.ipynb #fc9af96d
 def extract(
     archive:Path|str, # A zip or tar archive, compressed or not
     to:Path|str, # A folder that does not exist yet
 ) -> Path: # `to`
-    "Extract an archive, all or nothing; raises `Refused` for a damaged or unsafe one before anything is written"
+    """Extract an archive, all or nothing; raises `Refused` for a damaged or unsafe one before anything is
+    written"""
     archive,to = Path(archive),Path(to)
     require(not to.exists(), f'{to} exists already; give the name of a new folder.')
     refuse_unsafe(archive)
@@ -453,16 +523,19 @@ def extract(
 def check_new(f:Path):
     "Raise `Refused` unless `f` is the data set that its name claims, and new here"
     choose(f.stem, [n for n,known in CATALOGUE.items() if not known.embedded], 'data set')
-    require(not cache_file(f.stem).exists(), f'{cache_file(f.stem)} is there already; delete it if it shall be replaced.')
+    require(not cache_file(f.stem).exists(),
+        f'{cache_file(f.stem)} is there already; delete it if it shall be replaced.')
     read(f.stem, f)
 
 # %% ../nbs/01_foundations/11_data.ipynb #2f770da3
 def install(
     archive:Path|str, # A zip or tar archive with .npz files, or one .npz file
 ) -> list[str]: # The names of the data sets
-    "Put data sets into `data_dir()`, all or nothing; raises `Refused` where one is unknown, damaged or already there"
+    """Put data sets into `data_dir()`, all or nothing;
+    raises `Refused` where one is unknown, damaged or already there"""
     with tempfile.TemporaryDirectory() as tmp:
-        found = [Path(archive)] if Path(archive).suffix == '.npz' else sorted(extract(archive, f'{tmp}/all').rglob('[!.]*.npz'))
+        found = ([Path(archive)] if Path(archive).suffix == '.npz'
+            else sorted(extract(archive, f'{tmp}/all').rglob('[!.]*.npz')))
         for f in found: check_new(f)
         for f in found:
             with writing(cache_file(f.stem)) as part: shutil.copyfile(f, part)
@@ -491,16 +564,19 @@ def split_validation(
 # %% ../nbs/01_foundations/11_data.ipynb #a8b62a90
 def cut_test(
     arrays:dict, # Arrays `train_…` of one length
-    cut:tuple|str, # Names: each of their combinations gives a fifth; or one name, of whose values a fifth is chosen
+    # Names: each of their combinations gives a fifth; or one name, of whose values a fifth is chosen
+    cut:tuple|str,
 ) -> dict: # The same, and arrays `test_…`
     "Set a fifth of the images apart as test set"
     train = {k: a for k,a in arrays.items() if k.startswith('train_')}
-    rows = [train[f'train_{k}'] for k in ([cut] if isinstance(cut, str) else cut)] or [np.zeros(len(train['train_x']), int)]
+    rows = ([train[f'train_{k}'] for k in ([cut] if isinstance(cut, str) else cut)]
+        or [np.zeros(len(train['train_x']), int)])
     number = np.unique(np.stack(rows), axis=1, return_inverse=True)[1].ravel()
     whole = isinstance(cut, str)
     chosen = split_validation(1+number.max() if whole else number, .2, 0, 'test')[1]
     test = np.isin(number if whole else np.arange(len(number)), chosen)
-    return arrays | {k: a[~test] for k,a in train.items()} | {k.replace('train', 'test', 1): a[test] for k,a in train.items()}
+    return arrays | {k: a[~test] for k,a in train.items()} | {k.replace('train', 'test', 1): a[test]
+        for k,a in train.items()}
 
 # %% ../nbs/01_foundations/11_data.ipynb #d9823e2c
 STATISTICS = dict(
@@ -541,7 +617,8 @@ def statistics(
     try: m,s = (torch.as_tensor(v, dtype=torch.float64).view(-1,1,1) for v in given)
     except (TypeError, ValueError, RuntimeError): m = s = torch.zeros(0)
     require(len(m) == len(s) and len(m) in (1,3) and bool((s > 0).all()),
-            f'mean and std must be 1 or 3 numbers each, with std above 0, or mean a name and std left out, not {mean!r} and {std!r}.')
+            f'mean and std must be 1 or 3 numbers each, with std above 0, or mean a name and std left out, '
+            f'not {mean!r} and {std!r}.')
     return m,s
 
 # %% ../nbs/01_foundations/11_data.ipynb #1d045c44
@@ -557,8 +634,12 @@ def normaliser(
     m,s = statistics(mean, std)
     steps = transforms(m.flatten().tolist(), s.flatten().tolist(), size, crop, channels)
     def normalise(x):
-        if x.dtype != torch.uint8: raise Refused(f'Images to be normalised must be uint8, not {x.dtype}; are they normalised already?')
-        if len(m) not in (1, channels or x.shape[-3]): raise Refused(f'{mean!r} has {len(m)} channels and the images {x.shape[-3]}; grey images need channels=3.')
+        if x.dtype != torch.uint8:
+            raise Refused(
+                f'Images to be normalised must be uint8, not {x.dtype}; are they normalised already?')
+        if len(m) not in (1, channels or x.shape[-3]):
+            raise Refused(
+                f'{mean!r} has {len(m)} channels and the images {x.shape[-3]}; grey images need channels=3.')
         return steps(x)
     return normalise
 
@@ -569,8 +650,10 @@ def transforms(mean:list, std:list, size:int|None, crop:int|None, channels:int|N
     vision()
     from torchvision.transforms import v2
     for k,v in dict(size=size, crop=crop).items():
-        require(v is None or isinstance(v, int) and v > 0, f'{k} must be a whole number of pixels above 0, not {v!r}.')
-    steps = [size and v2.Resize((size,size), antialias=True), crop and v2.CenterCrop(crop), channels and v2.RGB()]
+        require(v is None or isinstance(v, int) and v > 0,
+            f'{k} must be a whole number of pixels above 0, not {v!r}.')
+    steps = [size and v2.Resize((size,size), antialias=True), crop and v2.CenterCrop(crop),
+        channels and v2.RGB()]
     return v2.Compose([*filter(None, steps), v2.ToDtype(torch.float32, scale=True), v2.Normalize(mean, std)])
 
 # %% ../nbs/01_foundations/11_data.ipynb #7b9b17a9
@@ -594,11 +677,13 @@ def flip_crop(
     padding:int=4, # Black pixels put around an image first
 ): # A function from uint8 [b, c, h, w] and targets to uint8 [b, c, size, size] and targets
     "A random window of each image, mirrored with probability ½; targets that are masks go with it"
-    for k,v in dict(size=size, padding=padding).items(): require(isinstance(v, int) and v >= 0, f'{k} must be a number of pixels, not {v!r}.')
+    for k,v in dict(size=size, padding=padding).items():
+        require(isinstance(v, int) and v >= 0, f'{k} must be a number of pixels, not {v!r}.')
     def augment(x, y):
         b,_,h,w = x.shape
         h,w = h+2*padding,w+2*padding
-        if size > min(h, w): raise Refused(f'A window of {size} pixels does not fit into padded images of {h}×{w}.')
+        if size > min(h, w):
+            raise Refused(f'A window of {size} pixels does not fit into padded images of {h}×{w}.')
         where = windows(b, h, w, size, x.device)[:,None]
         def moved(t): # [b, c, h, w]
             t = torch.nn.functional.pad(t, [padding]*4)
@@ -622,10 +707,13 @@ def check_own(
     d:Dataset, # Made by the reader
 ):
     "Raise `Refused` unless images and targets of both parts are what a data set needs"
-    require(d.train_y.ndim in (1,2,3), f'train_y of {d.name} must be classes [n], labels [n, m] or masks [n, h, w], not of shape {d.train_y.shape}.')
+    require(d.train_y.ndim in (1,2,3),
+        f'train_y of {d.name} must be classes [n], labels [n, m] or masks [n, h, w], not of shape '
+        f'{d.train_y.shape}.')
     for split in ('train','test'):
         x,y = (getattr(d, f'{split}_{a}') for a in 'xy')
-        require(len(x) > 0 and x.ndim in (3,4) and (x.ndim==3 or x.shape[3]==3), f'{split}_x of {d.name} must be images [n, h, w] or [n, h, w, 3], not of shape {x.shape}.')
+        require(len(x) > 0 and x.ndim in (3,4) and (x.ndim==3 or x.shape[3]==3),
+            f'{split}_x of {d.name} must be images [n, h, w] or [n, h, w, 3], not of shape {x.shape}.')
         check_images(f'{split}_x of {d.name}', x, (len(x), *d.train_x.shape[1:]))
         check_targets(d.kind, f'{split}_y of {d.name}', y, x, d.n_classes)
 
@@ -634,10 +722,12 @@ def keep(
     d:Dataset, # A data set with a name of its own
 ) -> Dataset: # The same
     "From now on `load(d.name)` returns `d`; raises `Refused` where the name stands for other data"
-    require(isinstance(d.name, str) and d.name and d.name not in CATALOGUE, f'{d.name!r} is in the catalogue already or no name; give your data set another one.')
+    require(isinstance(d.name, str) and d.name and d.name not in CATALOGUE,
+        f'{d.name!r} is in the catalogue already or no name; give your data set another one.')
     check_own(d)
     same = lambda d: (d.fingerprint_with(*sorted(d.groups)), sorted(d.groups), d.classes)
-    require(d.name not in OWN or same(OWN[d.name])==same(d), f'There is a data set {d.name!r} already, with other content; give the new one another name.')
+    require(d.name not in OWN or same(OWN[d.name])==same(d),
+        f'There is a data set {d.name!r} already, with other content; give the new one another name.')
     STATISTICS.setdefault(d.name, pixel_statistics(d.images('train')))
     return OWN.setdefault(d.name, d)
 
@@ -652,10 +742,12 @@ def add(
     groups:dict=None, # Name to two arrays: per training and per test image the number of its group
     group_names:dict=None, # Name of a group to the names of its values
 ) -> Dataset:
-    "A data set of your own that `load(name)` finds in this process; raises `Refused` where something does not fit"
+    """A data set of your own that `load(name)` finds in this process;
+    raises `Refused` where something does not fit"""
     arrays = dict(train_x=train_x, train_y=train_y, test_x=test_x, test_y=test_y)
     arrays = {k: np.array(a) if k.endswith('x') else stored(np.array(a)) for k,a in arrays.items()}
-    return keep(Dataset(name, **arrays, classes=classes and list(classes), source='added', groups=groups or {}, group_names=group_names or {}))
+    return keep(Dataset(name, **arrays, classes=classes and list(classes), source='added',
+        groups=groups or {}, group_names=group_names or {}))
 
 # %% ../nbs/01_foundations/11_data.ipynb #c73ebb87
 def resized(
@@ -678,8 +770,10 @@ def check_same_classes(
     "Raise `Refused` unless all have the same classes"
     first = ds[0]
     for d in ds:
-        require(d.kind=='classes' and d.n_classes==first.n_classes and (d.classes or first.classes)==(first.classes or d.classes),
-                f'Only data sets with the same classes can be joined, but {first.name} has {first.classes or first.n_classes} and {d.name} has {d.classes or d.n_classes}.')
+        require(d.kind=='classes' and d.n_classes==first.n_classes
+            and (d.classes or first.classes)==(first.classes or d.classes),
+                f'Only data sets with the same classes can be joined, but {first.name} has '
+                f'{first.classes or first.n_classes} and {d.name} has {d.classes or d.n_classes}.')
 
 # %% ../nbs/01_foundations/11_data.ipynb #7e731da1
 def join(
@@ -689,10 +783,15 @@ def join(
     name:str=None, # `None`: the names of the sources with a + between
 ) -> Dataset: # With the group `domain`; not kept
     "One data set of several sources; raises `Refused` unless they have the same classes"
-    require(len(datasets) > 0 and isinstance(size, int) and size > 0 and channels in (1,3), f'Joining needs data sets, a size in pixels and 1 or 3 channels, not size={size!r}, channels={channels!r}.')
+    require(len(datasets) > 0 and isinstance(size, int) and size > 0 and channels in (1,3),
+        f'Joining needs data sets, a size in pixels and 1 or 3 channels, not size={size!r}, '
+        f'channels={channels!r}.')
     ds = [load(d) if isinstance(d, str) else d for d in datasets]
     check_same_classes(ds)
-    four = {k: np.concatenate([resized(getattr(d, k), size, channels) if k.endswith('x') else getattr(d, k) for d in ds]) for k in ARRAYS}
-    domain = tuple(np.repeat(np.arange(len(ds)), [len(getattr(d, f'{s}_y')) for d in ds]) for s in ('train','test'))
-    return Dataset(name or '+'.join(d.name for d in ds), **four, classes=next((d.classes for d in ds if d.classes), None), source='joined',
+    four = {k: np.concatenate([resized(getattr(d, k), size, channels) if k.endswith('x') else getattr(d, k)
+        for d in ds]) for k in ARRAYS}
+    domain = tuple(np.repeat(np.arange(len(ds)), [len(getattr(d, f'{s}_y')) for d in ds])
+        for s in ('train','test'))
+    return Dataset(name or '+'.join(d.name for d in ds), **four,
+        classes=next((d.classes for d in ds if d.classes), None), source='joined',
                    groups=dict(domain=domain), group_names=dict(domain=[d.name for d in ds]))

@@ -8,7 +8,7 @@ __all__ = ['OFTEN', 'CACHE', 'SEVERAL', 'NO_GPU', 'ONLY_GPU', 'TEAMS', 'ENGINES'
            'first_states', 'stackable', 'worth_a_trace', 'common', 'local_step_of', 'replies_of', 'follow', 'FellBack',
            'out_of_memory', 'Traced', 'views', 'standing', 'give_up', 'halve', 'stacked', 'graphs', 'cores',
            'Processes', 'team_of', 'disband', 'engine', 'used', 'possible', 'trial', 'round_seconds', 'measure',
-           'local_steps', 'kind', 'choice', 'Fastest']
+           'local_steps', 'kind', 'busy', 'choice', 'Fastest']
 
 # %% ../nbs/01_foundations/38_engines.ipynb #dd562e60
 from collections import Counter
@@ -18,10 +18,13 @@ import json, os, platform, time, warnings, weakref
 import numpy as np, torch
 from .errors import choose, Refused, require
 from .files import data_dir, fingerprint, writing
-from .client import attempted, begin_client, draws, end_client, in_phase, one_by_one, sees_features, trainable
-from .federation import begin, client_views, FederatedData, Federation, PER_CLIENT, PREPARED_BYTES, ready
+from .client import (attempted, begin_client, draws, end_client, in_phase, one_by_one,
+    sees_features, trainable)
+from .federation import (begin, client_views, FederatedData, Federation, PER_CLIENT,
+    PREPARED_BYTES, ready)
 from .memory import grouped, kind as kind_of, recalled
-from .method import batch_bounds, Client, epoch_orders, FedAvg, is_default, LocalTraining, segments, work_of
+from .method import (batch_bounds, Client, epoch_orders, FedAvg, is_default, LocalTraining,
+    segments, work_of)
 from .models import Net
 from .tensors import channels_last, checksum, clone, flatten, stack, Unlike, unstack
 from .trace import Bound, bring_back, ready_to_trace, recording, Step
@@ -49,7 +52,8 @@ def step_groups(
             if e not in epochs: continue
             g = groups.setdefault((t, a-z, scale), ([], []))
             g[0].extend(rows); g[1].append(every[:,e,a:z])
-    return [Group(k[2], rows, np.concatenate(samples)) for k,(rows,samples) in sorted(groups.items(), key=lambda g: g[0])]
+    return [Group(k[2], rows, np.concatenate(samples))
+        for k,(rows,samples) in sorted(groups.items(), key=lambda g: g[0])]
 
 # %% ../nbs/01_foundations/38_engines.ipynb #ce93049b
 def in_chunks(
@@ -79,7 +83,8 @@ def steps(
         sizes = [g.samples.size for g in chunk]
         for g,xs,ys in zip(chunk, x.split(sizes), y.split(sizes)):
             if c.augment: xs,ys = augmented(c, g, xs, ys, streams)
-            yield g.rows, xs.view(*g.samples.shape, *xs.shape[1:]), ys.view(*g.samples.shape, *ys.shape[1:]), g.scale
+            yield (g.rows, xs.view(*g.samples.shape, *xs.shape[1:]),
+                ys.view(*g.samples.shape, *ys.shape[1:]), g.scale)
 
 # %% ../nbs/01_foundations/38_engines.ipynb #4183ffac
 def augmented(c, g, x, y, streams):
@@ -100,7 +105,9 @@ def train(
     try: return train_stack(pairs, ws, record)
     except Unlike: pass
     replies = {}
-    for _,some in grouped((tuple(map(kind_of, (w, stackable(c.message, f.method.ragged), c.memory, c.buffers))), j) for j,(w,(f,c)) in enumerate(zip(ws, pairs))):
+    for _,some in grouped(
+        (tuple(map(kind_of, (w, stackable(c.message, f.method.ragged), c.memory, c.buffers))), j)
+        for j,(w,(f,c)) in enumerate(zip(ws, pairs))):
         replies.update(zip(some, train_stack([pairs[j] for j in some], [ws[j] for j in some], record)))
     return [replies[j] for j in range(len(pairs))]
 
@@ -116,23 +123,27 @@ def train_stack(pairs, ws, record):
     for phase,epochs in segments(cs[0]):
         w,states[phase],some = train_phase(fed, cs, phase, epochs, (w, buffers), given, streams, record)
         losses.append(some)
-    replies = replies_of(pairs, (w, states, buffers), [torch.cat(each) if len(each) > 1 else each[0] for each in zip(*losses)])
+    replies = replies_of(pairs, (w, states, buffers),
+        [torch.cat(each) if len(each) > 1 else each[0] for each in zip(*losses)])
     return [replies[order.index(j)] for j in range(len(cs))]
 
 # %% ../nbs/01_foundations/38_engines.ipynb #d81b82ba
 def train_phase(fed, cs, phase, epochs, carry, given, streams, record):
-    "One phase of the stacked clients: their weights and optimisers after it, and the losses of each one's steps"
+    """One phase of the stacked clients: their weights and optimisers after it, and the losses of each one's
+    steps"""
     (w,buffers),method = carry,fed.method
     now,(mine,whole) = stacked_phase(method, cs, phase, w),trainable(method, phase, w)
     s = first_states(method, mine, now)
     groups,step = step_groups(now, epochs),local_step_of(method, now[0].local, now[0].net)
-    bound = Bound(step, (mine, s, buffers), (*given, whole), streams, worth_a_trace(fed, groups), record, phase)
+    bound = Bound(step, (mine, s, buffers), (*given, whole), streams, worth_a_trace(fed, groups),
+        record, phase)
     losses = follow(now[0], bound, groups, streams)
     return {**whole, **mine},s,losses
 
 # %% ../nbs/01_foundations/38_engines.ipynb #cc2f511b
 def stacked_phase(method, cs, phase, w):
-    "The clients as the steps of a phase see them; those that train on something else than their samples hold each other's, too"
+    """The clients as the steps of a phase see them; those that train on something else than their samples
+    hold each other's, too"""
     trains = method.trains(phase)
     for c in cs: c.phase,c.trains = phase,trains
     if is_default(method, 'samples') and not sees_features(method, cs[0]): return cs
@@ -148,7 +159,8 @@ def first_states(method, mine, cs):
     return clone(stack([method.init(v, c) for v,c in zip(unstack(mine, len(cs)), cs)]))
 
 # %% ../nbs/01_foundations/38_engines.ipynb #da55852b
-def stackable(message:dict, ragged:tuple) -> dict: return {k: v for k,v in message.items() if k not in ragged} # what can lie side by side
+# what can lie side by side
+def stackable(message:dict, ragged:tuple) -> dict: return {k: v for k,v in message.items() if k not in ragged}
 
 # %% ../nbs/01_foundations/38_engines.ipynb #5b59180f
 OFTEN = 50 # Steps of a client
@@ -157,15 +169,18 @@ def worth_a_trace(fed:Federation, groups:list[Group]) -> set: # Of (clients, siz
     "The shapes of steps that are traced in a round"
     often,now = {b for b,n in common(fed).items() if n > OFTEN},Counter()
     for g in groups: now[g.samples.shape] += len(g.rows)
-    return {(1,b) for b in often} | {(n,b) for (n,b),times in now.items() if b in often and times*fed.protocol.rounds > 20*OFTEN}
+    return {(1,b) for b in often} | {(n,b) for (n,b),times in now.items() if b in often
+        and times*fed.protocol.rounds > 20*OFTEN}
 
 # %% ../nbs/01_foundations/38_engines.ipynb #37b513f7
 def common(fed:Federation) -> Counter: # Size of batch to steps
-    "How many steps of each size all clients of a run will take, expected over the sampling of clients; noted in the run"
+    """How many steps of each size all clients of a run will take, expected over the sampling of clients;
+    noted in the run"""
     if 'common' not in vars(fed):
         share,steps = fed.protocol.rounds*fed.protocol.per_round/len(fed.data.clients),Counter()
         for n,clients in Counter(map(len, fed.data.clients)).items():
-            for _,a,z,_ in batch_bounds(n, work_of(fed.method, fed.local, 0)[0], 0, bool(fed.net.buffers())): steps[z-a] += clients*share
+            for _,a,z,_ in batch_bounds(n, work_of(fed.method, fed.local, 0)[0], 0, bool(fed.net.buffers())):
+                steps[z-a] += clients*share
         fed.common = steps
     return fed.common
 
@@ -193,11 +208,13 @@ def follow(c, bound, groups, streams):
 
 # %% ../nbs/01_foundations/38_engines.ipynb #f298e1c8
 CACHE = 2**25 # Bytes of stacked weights on a processor
-SEVERAL = 2**21 # The same for several runs: clients of one share what its server sent, those of several get a copy each
+# The same for several runs: clients of one share what its server sent, those of several get a copy each
+SEVERAL = 2**21
 
 class FellBack(UserWarning): "An engine goes on in another way"
 
-def out_of_memory(e:Exception) -> bool: return isinstance(e, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in str(e)
+def out_of_memory(e:Exception) -> bool:
+    return isinstance(e, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in str(e)
 
 # %% ../nbs/01_foundations/38_engines.ipynb #594d2e33
 @dataclass
@@ -207,15 +224,20 @@ class Traced:
     record: callable = None # How steps are recorded on a GPU; `None`: not at all
     obstacle: str = '' # Why it goes one by one
 
-    def __call__(self, fed:Federation, state:dict, ids:list, r:int, work=attempted) -> list: # Answers in the order of `ids`
+    # Answers in the order of `ids`
+    def __call__(self, fed:Federation, state:dict, ids:list, r:int, work=attempted) -> list:
         return self.together([(fed, state, ids, r, work)])[0]
 
-    def together(self, asked:list) -> list: # Per question of runs that are alike but for their seeds, its answer
+    # Per question of runs that are alike but for their seeds, its answer
+    def together(self, asked:list) -> list:
         (fed,state,*_,work),todo,replies = asked[0],[(f, s, i, r) for f,s,ids,r,_ in asked for i in ids],[]
         if work is not attempted: return [one_by_one(*a) for a in asked] # only training is stacked
-        each,processor = sum(t.nbytes for t in flatten(state['server']['w']).values()),fed.data.x.device.type=='cpu'
+        each,processor = (sum(t.nbytes for t in flatten(state['server']['w']).values()),
+            fed.data.x.device.type=='cpu')
         large = processor and each*len(todo) > SEVERAL
-        if len(asked) > 1 and (large or any(f.data.x is not fed.data.x or standing(f.net)!=standing(fed.net) for f,*_ in asked)): return [self(*a) for a in asked] # samples are picked from one tensor
+        # samples are picked from one tensor
+        if len(asked) > 1 and (large or any(f.data.x is not fed.data.x or standing(f.net)!=standing(fed.net)
+            for f,*_ in asked)): return [self(*a) for a in asked]
         most = max(1, CACHE//each) if processor else len(todo)
         while len(replies) < len(todo) and not self.obstacle:
             some = todo[len(replies):len(replies)+min(self.at_once, most)]
@@ -232,7 +254,8 @@ class Traced:
 def views(asked:list) -> list: # Pairs of a run and what a client sees
     "The clients of questions (run, state, client, round); what those of one run keep is picked together"
     each = [list(some) for _,some in groupby(asked, key=lambda q: id(q[0]))]
-    return [(q[0], c) for some in each for q,c in zip(some, client_views(*some[0][:2], [i for _,_,i,_ in some], some[0][3]))]
+    return [(q[0], c) for some in each
+        for q,c in zip(some, client_views(*some[0][:2], [i for _,_,i,_ in some], some[0][3]))]
 
 # %% ../nbs/01_foundations/38_engines.ipynb #542393ab
 def standing(net:Net) -> str: # A hash; of nothing where everything trains
@@ -246,12 +269,15 @@ def standing(net:Net) -> str: # A hash; of nothing where everything trains
 def give_up(engine, fed, e):
     "Go one by one from now on"
     engine.obstacle = f'{type(e).__name__}: {e}'.splitlines()[0]
-    warnings.warn(f'{type(fed.method).__name__} goes one by one, for its step cannot be traced or stacked: {engine.obstacle}', FellBack, stacklevel=4)
+    warnings.warn(
+        f'{type(fed.method).__name__} goes one by one, for its step cannot be traced or stacked: '
+        f'{engine.obstacle}', FellBack, stacklevel=4)
 
 # %% ../nbs/01_foundations/38_engines.ipynb #dfe80a41
 def halve(engine, n):
     "Go on with `n` clients at once"
-    warnings.warn(f'Memory ran out with {2*n} clients or more at once; going on with {n}.', FellBack, stacklevel=4)
+    warnings.warn(f'Memory ran out with {2*n} clients or more at once; going on with {n}.',
+        FellBack, stacklevel=4)
     engine.at_once = n
 
 # %% ../nbs/01_foundations/38_engines.ipynb #255f321a
@@ -270,14 +296,17 @@ ONLY_GPU = 'CUDA graphs need a GPU; take the engine stacked, which takes the sam
 # %% ../nbs/01_foundations/38_engines.ipynb #255cf5ef
 @dataclass(frozen=True)
 class Processes:
-    "An engine of `workers` single-threaded processes, each of which goes one by one, or as `engine` does with one client"
+    """An engine of `workers` single-threaded processes, each of which goes one by one, or as `engine` does
+    with one client"""
     workers: int = None # `None`: as many as there are `cores`
     engine: callable = one_by_one # What a worker does with a client
 
-    def __call__(self, fed:Federation, state:dict, ids:list, r:int, work=attempted) -> list: # Answers in the order of `ids`
+    # Answers in the order of `ids`
+    def __call__(self, fed:Federation, state:dict, ids:list, r:int, work=attempted) -> list:
         require(fed.data.x.device.type=='cpu', NO_GPU)
         names = [str(i) for i in ids]
-        own = {k: {c: kept for c,kept in zip(names, recalled(state[k], names)) if kept is not None} for k in PER_CLIENT}
+        own = {k: {c: kept for c,kept in zip(names, recalled(state[k], names)) if kept is not None}
+            for k in PER_CLIENT}
         longest = sorted(ids, key=lambda i: -len(fed.data.clients[i]))
         team = team_of(fed, self.workers or cores(), self.engine)
         replies = dict(zip(longest, team.map((dict(state, **own), r, work), longest)))
@@ -302,13 +331,15 @@ def disband(key):
     if key in TEAMS: TEAMS.pop(key).close()
 
 # %% ../nbs/01_foundations/38_engines.ipynb #76caa464
-ENGINES = dict(one_by_one=lambda: one_by_one, graphs=graphs, stacked=stacked, traced=Traced, traced_processes=lambda: Processes(engine=Traced()), processes=Processes)
+ENGINES = dict(one_by_one=lambda: one_by_one, graphs=graphs, stacked=stacked, traced=Traced,
+    traced_processes=lambda: Processes(engine=Traced()), processes=Processes)
 
 def engine(
     name:str, # One of `ENGINES`
     device:str='cpu', # Where it will compute
 ): # The engine, fresh
-    "An engine by its name; raises `Refused` with the nearest name where there is none, and where it cannot run on the device"
+    """An engine by its name; raises `Refused` with the nearest name where there is none, and where it cannot
+    run on the device"""
     made = ENGINES[choose(name, list(ENGINES), 'engine')]()
     require(device=='cpu' or not isinstance(made, Processes), NO_GPU)
     require(device!='cpu' or not getattr(made, 'record', None), ONLY_GPU)
@@ -321,7 +352,8 @@ def used(
     "What an engine has done in the end"
     if isinstance(engine, Fastest): return ', '.join(dict.fromkeys(map(used, engine.made.values())))
     if getattr(engine, 'obstacle', ''): return 'one_by_one'
-    if isinstance(engine, Processes): return 'traced_processes' if isinstance(engine.engine, Traced) else 'processes'
+    if isinstance(engine, Processes):
+        return 'traced_processes' if isinstance(engine.engine, Traced) else 'processes'
     if not isinstance(engine, Traced): return 'one_by_one'
     return 'graphs' if engine.record else 'traced' if engine.at_once==1 else 'stacked'
 
@@ -344,11 +376,14 @@ LONG = .25 # Seconds of a step that no engine makes shorter
 def trial(
     fed:Federation, # The run
     clients:int=10, # At most
-) -> Federation: # The same with fewer and smaller clients, and so many rounds that every shape is worth a trace
+    # The same with fewer and smaller clients, and so many rounds that every shape is worth a trace
+) -> Federation:
     "A run small enough to be tried: two batches a client, or one in each epoch"
     n = fed.local.batch_size*max(1, 2//fed.local.epochs)
     some = [c[:n] for c in fed.data.clients[:min(clients, fed.protocol.per_round)]]
-    return replace(fed, set_aside=[], data=replace(fed.data, clients=some, held=fed.data.held and fed.data.held[:len(some)], test_clients=None), protocol=replace(fed.protocol, per_round=len(some), rounds=10**9, cross=None))
+    return replace(fed, set_aside=[],
+        data=replace(fed.data, clients=some, held=fed.data.held and fed.data.held[:len(some)],
+        test_clients=None), protocol=replace(fed.protocol, per_round=len(some), rounds=10**9, cross=None))
 
 # %% ../nbs/01_foundations/38_engines.ipynb #105e60d8
 def round_seconds(
@@ -370,12 +405,14 @@ def measure(
     "Try engines on a few steps"
     fed,start = ready(fed),time.perf_counter()
     one = trial(fed, 1)
-    step = round_seconds(one_by_one, one)/len(batch_bounds(len(one.data.clients[0]), work_of(one.method, one.local, 0)[0], 0, bool(one.net.buffers())))
+    step = round_seconds(one_by_one, one)/len(
+        batch_bounds(len(one.data.clients[0]), work_of(one.method, one.local, 0)[0], 0, bool(one.net.buffers())))
     if step > LONG or step*local_steps(fed) < SHORT: return dict(one_by_one=step)
     small,times = trial(fed),dict(one_by_one=step)
     steps = local_steps(small)/small.protocol.rounds
     for name in possible(fed)[1:]:
-        if time.perf_counter()-start < BUDGET: times[name] = round_seconds(engine(name, fed.data.x.device.type), small)/steps
+        if time.perf_counter()-start < BUDGET:
+            times[name] = round_seconds(engine(name, fed.data.x.device.type), small)/steps
     return times
 
 # %% ../nbs/01_foundations/38_engines.ipynb #85b4c211
@@ -384,7 +421,8 @@ def local_steps(
 ) -> float: # Expected over the sampling of clients
     "The local steps of a whole run"
     d,(l,_) = fed.data,work_of(fed.method, fed.local, 0)
-    trained = fed.method.opening*len(d.clients) + fed.protocol.rounds*fed.protocol.per_round # times that a client trains
+    # times that a client trains
+    trained = fed.method.opening*len(d.clients) + fed.protocol.rounds*fed.protocol.per_round
     return trained*l.epochs*sum(-(-len(c)//l.batch_size) for c in d.clients)/len(d.clients)
 
 # %% ../nbs/01_foundations/38_engines.ipynb #7ad71516
@@ -394,25 +432,34 @@ def kind(
     "What the choice depends on"
     shapes = {k: list(w.shape) for k,w in fed.net.weights().items()}
     device = fed.data.x.device.type
-    machine = torch.cuda.get_device_name() if device=='cuda' else [platform.machine(), platform.node(), torch.get_num_threads(), cores()]
-    return fingerprint(repr(fed.method), shapes, repr(fed.local), fed.protocol.settings(), len(fed.data.clients), machine, torch.__version__)
+    machine = torch.cuda.get_device_name() if device=='cuda' else [platform.machine(), platform.node(),
+        torch.get_num_threads(), cores()]
+    return fingerprint(repr(fed.method), shapes, repr(fed.local), fed.protocol.settings(),
+        len(fed.data.clients), machine, torch.__version__)
 
 # %% ../nbs/01_foundations/38_engines.ipynb #4385c28a
 CHOICES = {}
+
+# %% ../nbs/01_foundations/38_engines.ipynb #5b44c04c
+def busy() -> bool: # Is more going on than half as much again as this machine has cores?
+    "Times that are measured beside much other work say little about later"
+    return getattr(os, 'getloadavg', lambda: [0])()[0] > 1.5*os.cpu_count()
 
 # %% ../nbs/01_foundations/38_engines.ipynb #9101fb60
 def choice(
     fed:Federation, # The run
 ) -> tuple[str, float]: # A name in `ENGINES`, and its seconds per local step
-    "The fastest engine for a run on this machine, measured once"
-    key,file = kind(fed),data_dir()/'engines.json'
-    try: CHOICES.update({k: (e, float(s)) for k,(e,s) in json.loads(file.read_text()).items() if e in ENGINES})
+    """The fastest engine for a run on this machine, measured once;
+    what a busy machine measures is not kept for later"""
+    key,file,kept = kind(fed),data_dir()/'engines.json',{}
+    try: kept = {k: (e, float(s)) for k,(e,s) in json.loads(file.read_text()).items() if e in ENGINES}
     except (OSError, ValueError, TypeError, AttributeError): pass # no file, or not one of ours
+    CHOICES.update(kept)
     if key not in CHOICES:
-        times = measure(fed)
-        CHOICES[key] = min(times.items(), key=lambda t: t[1])
+        CHOICES[key] = min(measure(fed).items(), key=lambda t: t[1])
+        if busy(): return CHOICES[key]
         try:
-            with writing(file) as part: part.write_text(json.dumps(CHOICES, indent=1))
+            with writing(file) as part: part.write_text(json.dumps(kept | {key: CHOICES[key]}, indent=1))
         except Refused: pass # a folder without permission: the choice is measured again next time
     return CHOICES[key]
 
@@ -427,4 +474,6 @@ class Fastest:
         return self.made[fed.kind]
 
     def __call__(self, fed, *what): return self.of(fed)(fed, *what)
-    def together(self, asked): go = self.of(asked[0][0]); return go.together(asked) if hasattr(go, 'together') else [go(*a) for a in asked]
+    def together(self, asked):
+        go = self.of(asked[0][0])
+        return go.together(asked) if hasattr(go, 'together') else [go(*a) for a in asked]

@@ -30,7 +30,8 @@ def choose(
     what:str, # The kind of thing, e.g. "method"
 ): # The registered thing, or the name itself where `choices` holds names only
     "`choices[name]`; raises `Refused` with the nearest name where there is none"
-    if isinstance(name, str) and name in choices: return choices[name] if isinstance(choices, Mapping) else name
+    if isinstance(name, str) and name in choices:
+        return choices[name] if isinstance(choices, Mapping) else name
     near = nearest(name, choices)
     hint = f'did you mean {near!r}?' if near else f'there are {", ".join(map(str, choices)) or "none"}.'
     raise Refused(f'There is no {what} {name!r}; {hint}')

@@ -32,7 +32,8 @@ def score(
 ) -> dict: # Name to values, [n, …] each
     "What the network's answer to every sample is worth, in evaluation mode"
     w = leaves(channels_last, w)
-    z = torch.cat([net.logits(w, buffers, channels_last(prepare(b))) for b in x.split(batch_size or (250 if x.device.type=='cpu' else 2000))])
+    z = torch.cat([net.logits(w, buffers, channels_last(prepare(b)))
+        for b in x.split(batch_size or (250 if x.device.type=='cpu' else 2000))])
     return task.values(z, y)
 
 # %% ../nbs/01_foundations/34_evaluate.ipynb #4d4a3498
@@ -46,7 +47,8 @@ def rows_of(
     "The metrics of each part"
     some = [i for i,p in enumerate(parts) if len(p)]
     found = zip(some, of_parts(task, values, [parts[i] for i in some])) if some else []
-    return [[r, i, f'{name}_{k}', v] for i,metrics in found for k,v in task.reported(metrics).items() if k!='loss']
+    return [[r, i, f'{name}_{k}', v] for i,metrics in found
+        for k,v in task.reported(metrics).items() if k!='loss']
 
 # %% ../nbs/01_foundations/34_evaluate.ipynb #4b800bf3
 def evaluate(
@@ -61,6 +63,7 @@ def evaluate(
     rows += rows_of(task, own, d.test_clients or [], r, 'client')
     return rows + [row for name,parts in d.groups.items() for row in rows_of(task, values, parts, r, name)]
 
+# %% ../nbs/01_foundations/34_evaluate.ipynb #89f93fe7
 def globally(fed, state, x, y):
     "`score` of the global model"
     return score(fed.net, state['server']['w'], state['buffers'], x, y, fed.data.prepare, task=fed.local.task)
@@ -74,7 +77,8 @@ def validate(
     "The global model on the validation part"
     if not fed.data.validation: return []
     task = fed.local.task
-    return [[r, None, f'val_{k}', v] for k,v in task.reported(task.metrics(globally(fed, state, *fed.data.validation))).items()]
+    return [[r, None, f'val_{k}', v]
+        for k,v in task.reported(task.metrics(globally(fed, state, *fed.data.validation))).items()]
 
 # %% ../nbs/01_foundations/34_evaluate.ipynb #7f51cb1e
 def personal_scores(
@@ -85,12 +89,17 @@ def personal_scores(
 ) -> list: # Rows [round, client, metric, value]
     "A client's own model on its part of the test set, and on the samples that it does not train on"
     (c,w),(x,y) = own_model(fed, state, i, r),fed.data.of_clients()
-    def rows(name, x, y, prepare): return rows_of(fed.local.task, score(c.net, w, c.buffers, x, y, prepare, task=fed.local.task), [range(len(y))], r, name)
-    idx = torch.as_tensor(np.asarray(fed.data.test_clients[i]), device=x.device) if fed.data.test_clients else []
+    def rows(name, x, y, prepare):
+        return rows_of(fed.local.task, score(c.net, w, c.buffers, x, y, prepare, task=fed.local.task),
+            [range(len(y))], r, name)
+    idx = torch.as_tensor(np.asarray(fed.data.test_clients[i]),
+        device=x.device) if fed.data.test_clients else []
     own = rows('personal', x[idx], y[idx], fed.data.prepare) if len(idx) else []
-    own += rows('held', c.held_out()['x'], c.held_out()['y'], lambda x: x) if c.held is not None and len(c.held) else []
+    own += rows('held', c.held_out()['x'], c.held_out()['y'],
+        lambda x: x) if c.held is not None and len(c.held) else []
     return [[r, i, k, v] for r,_,k,v in own]
 
+# %% ../nbs/01_foundations/34_evaluate.ipynb #c619d02d
 def own_model(fed, state, i, r): # the client, whose buffers belong to it, and weights
     "What is scored for a client"
     c = scored_view(fed, state, i, r)
@@ -99,21 +108,30 @@ def own_model(fed, state, i, r): # the client, whose buffers belong to it, and w
 # %% ../nbs/01_foundations/34_evaluate.ipynb #1bfaa8bf
 def shared(fed:Federation) -> bool:
     "Are all clients scored on the global model, which needs to be scored but once?"
-    return is_default(fed.method, 'personal') and is_default(fed.method, 'send') and fed.protocol.buffers != 'local'
+    return is_default(fed.method, 'personal') and is_default(fed.method,
+        'send') and fed.protocol.buffers != 'local'
 
 # %% ../nbs/01_foundations/34_evaluate.ipynb #dc644e47
 def cross_client_metrics(
     accuracy, # A [C, C], of client i's model on client j's samples; NaN in the columns of clients without any
-) -> dict[str, float]: # local, global, c_std, worst, average as printed; global_text, c_std_text, worst_text, average_text as defined
-    "The five scores of paper 002, section 3.3, as its tables have them and as its text defines them, over the clients that have samples; raises `Refused` unless `accuracy` is square and two have some"
+    # local, global, c_std, worst, average as printed; global_text, c_std_text, worst_text, average_text as
+    # defined
+) -> dict[str, float]:
+    """The five scores of paper 002, section 3.3, as its tables have them and as its text defines them, over
+    the clients that have samples; raises `Refused` unless `accuracy` is square and two have some"""
     A = torch.as_tensor(accuracy, dtype=torch.float64)
-    require(A.dim()==2 and len(A)==A.shape[-1] and len(A) > 1, f'Scores across clients need a square matrix of at least two clients, not {list(A.shape)}.')
+    require(A.dim()==2 and len(A)==A.shape[-1] and len(A) > 1,
+        f'Scores across clients need a square matrix of at least two clients, not {list(A.shape)}.')
     there = ~A.isnan().all(0)
-    require(there.sum() > 1, f'Scores across clients need samples of at least two, and {int(there.sum())} of {len(A)} have some.')
+    require(there.sum() > 1,
+        f'Scores across clients need samples of at least two, and {int(there.sum())} of {len(A)} have some.')
     own,other = A.diagonal()[there],~torch.eye(len(A), dtype=torch.bool) & there
-    local,every,worst,rest = own.mean(),A[:,there].mean(),torch.where(other, A, torch.inf).amin(1).mean(),A[other].mean()
-    found = {'local': local, 'global': every, 'c_std': A[:,there].std(1, correction=0).mean(), 'worst': worst, 'average': (local+every+worst)/3,
-             'global_text': rest, 'c_std_text': own.std(correction=0), 'worst_text': own.min(), 'average_text': (local+rest)/2}
+    local,every,worst,rest = own.mean(),A[:,there].mean(),torch.where(other, A,
+        torch.inf).amin(1).mean(),A[other].mean()
+    found = {'local': local, 'global': every, 'c_std': A[:,there].std(1, correction=0).mean(), 'worst': worst,
+        'average': (local+every+worst)/3,
+             'global_text': rest, 'c_std_text': own.std(correction=0), 'worst_text': own.min(),
+             'average_text': (local+rest)/2}
     return {k: v.item() for k,v in found.items()}
 
 # %% ../nbs/01_foundations/34_evaluate.ipynb #4e9d9b70
@@ -121,9 +139,11 @@ def cross_parts(
     fed:Federation, # The run
 ) -> list: # Per client, positions in its kind of test samples, ascending
     "On which samples of each client all models are scored"
-    def some(j, part): return np.sort(stream(fed.seed, 'cross', j).permutation(np.asarray(part))[:fed.protocol.cross])
+    def some(j, part):
+        return np.sort(stream(fed.seed, 'cross', j).permutation(np.asarray(part))[:fed.protocol.cross])
     return [some(j, p) for j,p in enumerate(fed.data.test_clients)]
 
+# %% ../nbs/01_foundations/34_evaluate.ipynb #8ecb04b9
 def cross_scores(
     fed:Federation, # The run
     state:dict, # Its state
@@ -131,10 +151,12 @@ def cross_scores(
     r:int, # Rounds done
 ) -> list: # Rows [round, client, metric, value], one for each client that has samples
     "A client's own model on some test samples of every client"
-    (c,w),(x,y),task,parts = own_model(fed, state, i, r),fed.data.of_clients(),fed.local.task,{j: p for j,p in enumerate(cross_parts(fed)) if len(p)}
+    (c,w),(x,y),task,parts = own_model(fed, state, i,
+        r),fed.data.of_clients(),fed.local.task,{j: p for j,p in enumerate(cross_parts(fed)) if len(p)}
     every = np.unique(np.concatenate(list(parts.values())))
     at = torch.as_tensor(every, device=x.device)
-    found = of_parts(task, score(c.net, w, c.buffers, x[at], y[at], fed.data.prepare, task=task), [np.searchsorted(every, p) for p in parts.values()])
+    found = of_parts(task, score(c.net, w, c.buffers, x[at], y[at], fed.data.prepare, task=task),
+        [np.searchsorted(every, p) for p in parts.values()])
     return [[r, i, f'on_{j}_{task.main}', m[task.main]] for j,m in zip(parts, found)]
 
 # %% ../nbs/01_foundations/34_evaluate.ipynb #43fa98ef
@@ -144,8 +166,11 @@ def evaluate_cross(
     fed:Federation, # The run
     state:dict, # Its state
     r:int, # Rounds done
-): # Yields (run, state, clients, round, `cross_scores`) and takes the answers; in the end it returns rows [round, None or client, metric, value]
-    "All clients' models on all clients' samples, as a question; a model that is everybody's is scored but once"
+    # Yields (run, state, clients, round, `cross_scores`) and takes the answers; in the end it returns rows
+    # [round, None or client, metric, value]
+):
+    """All clients' models on all clients' samples, as a question;
+    a model that is everybody's is scored but once"""
     n = len(fed.data.clients)
     rows = yield fed, state, [0] if shared(fed) else list(range(n)), r, cross_scores
     if shared(fed): rows = [[[r, i, *row[2:]] for row in rows[0]] for i in range(n)]
@@ -154,7 +179,9 @@ def evaluate_cross(
     A[:,there] = torch.tensor([[v for *_,v in row] for row in rows], dtype=torch.float64)
     found = cross_client_metrics(A)
     unscored = int(A.isnan().all(0).sum())
-    return [[r, None, f'cross_{k}', found[k]] for k in PRINTED] + [[r, None, 'cross_unscored', unscored]]*bool(unscored) + (sum(rows, []) if r==fed.protocol.rounds else [])
+    return ([[r, None, f'cross_{k}', found[k]] for k in PRINTED]
+        + [[r, None, 'cross_unscored', unscored]]*bool(unscored)
+        + (sum(rows, []) if r==fed.protocol.rounds else []))
 
 # %% ../nbs/01_foundations/34_evaluate.ipynb #95db2099
 @torch.no_grad()
@@ -167,7 +194,8 @@ def feature_distortion(
 ) -> float: # ≥ 0
     "The mean distance of features under two models (paper 002, Figure 3a)"
     def features(w, x): return net.features({**buffers, **w}, {}, channels_last(x))
-    return torch.cat([(features(w_global, b)-features(w_local, b)).norm(dim=1) for b in x.split(250)]).mean().item()
+    return torch.cat([(features(w_global, b)-features(w_local, b)).norm(dim=1)
+        for b in x.split(250)]).mean().item()
 
 # %% ../nbs/01_foundations/34_evaluate.ipynb #769ae724
 def distortions(
@@ -176,10 +204,13 @@ def distortions(
     i:int, # Which client
     r:int, # Rounds done
 ) -> list: # Rows [round, client, metric, value]
-    "How far a client's own model has moved the features of its own training samples, and of all clients' (mean over clients)"
+    """How far a client's own model has moved the features of its own training samples, and of all clients'
+    (mean over clients)"""
     (c,w),d = own_model(fed, state, i, r),fed.data
     first = {**fed.net.weights(), **fed.net.buffers()}
-    def on(j): return feature_distortion(c.net, first, {**w, **c.buffers}, d.prepare(d.x[torch.as_tensor(d.clients[j], device=d.x.device)]))
+    def on(j):
+        return feature_distortion(c.net, first, {**w, **c.buffers},
+            d.prepare(d.x[torch.as_tensor(d.clients[j], device=d.x.device)]))
     each = [on(j) for j in range(len(d.clients))]
     return [[r, i, 'distortion_own', each[i]], [r, i, 'distortion_all', sum(each)/len(each)]]
 
@@ -188,9 +219,13 @@ def evaluate_personal(
     fed:Federation, # The run
     state:dict, # Its state
     r:int, # Rounds done
-): # Yields (run, state, clients, round, `personal_scores` or `cross_scores`) and takes the answers; in the end it returns rows [round, client, metric, value]
+    # Yields (run, state, clients, round, `personal_scores` or `cross_scores`) and takes the answers; in the
+    # end it returns rows [round, client, metric, value]
+):
     "All clients' own models, as a question; one that is everybody's is scored but once"
     d,cross = fed.data,(yield from evaluate_cross(fed, state, r)) if fed.protocol.cross else []
     if not (d.test_clients or d.held): return []
-    if shared(fed) and not d.held: return rows_of(fed.local.task, globally(fed, state, *d.of_clients()), d.test_clients, r, 'personal') + cross
+    if shared(fed) and not d.held:
+        return rows_of(fed.local.task, globally(fed, state, *d.of_clients()), d.test_clients, r,
+            'personal') + cross
     return sum((yield fed, state, list(range(len(d.clients))), r, personal_scores), []) + cross

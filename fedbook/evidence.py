@@ -19,10 +19,12 @@ class Evidence:
     folder:Path|None # Its outputs; `None` where there is only a smoke run, or none
 
     def words(self): # Markdown that says where the numbers come from
-        if 'FEDBOOK_REPRODUCES' in os.environ: return 'This notebook is a run of its own: its results are below.'
+        if 'FEDBOOK_REPRODUCES' in os.environ:
+            return 'This notebook is a run of its own: its results are below.'
         make = f'`fedbook reproduce {self.id} --profile laptop`'
         if not self.folder: return f'Only the smoke run below exists so far. To make the evidence: {make}.'
-        return f'From `figures/{self.folder.parts[-3]}/{self.folder.parts[-2]}/{self.folder.name}`, as it stood when this notebook was executed.'
+        return (f'From `figures/{self.folder.parts[-3]}/{self.folder.parts[-2]}/{self.folder.name}`, as it '
+            f'stood when this notebook was executed.')
     def _ipython_display_(self):
         from IPython.display import display, HTML, Image, Markdown
         display(Markdown(self.words()))

@@ -7,8 +7,8 @@ __all__ = ['BESIDE', 'UNCHANGED', 'Setting', 'local', 'protocol', 'device', 'dat
            'normaliser', 'frozen_features', 'network', 'split', 'resplit', 'shared_out', 'own_tests', 'hold_out',
            'shifted', 'groups_of', 'federation', 'stage_after', 'own_models', 'at_global_model', 'stages_of',
            'code_fingerprint', 'user_code', 'is_user_model', 'weights', 'equivalent_codes', 'Case', 'run_case',
-           'checkpoint', 'record', 'device_name', 'expected_costs', 'timed', 'run_cases', 'without_running', 'newest',
-           'together', 'delete_checkpoint', 'progress']
+           'checkpoint', 'record', 'device_name', 'stage_costs', 'stage_cost', 'expected_costs', 'timed', 'run_cases',
+           'without_running', 'newest', 'together', 'delete_checkpoint', 'told', 'progress']
 
 # %% ../nbs/01_foundations/50_experiments.ipynb #63b38e0c
 from dataclasses import dataclass, field, replace
@@ -45,27 +45,39 @@ from .tasks import TASKS
 class Setting(Checked):
     "One experiment but for its seed; raises `Refused` for anything unknown"
     data: str # A data set's name
-    model: dict = field(default_factory=lambda: dict(name='softmax')) # `name` and settings of `fedbook.models.build`
+    # `name` and settings of `fedbook.models.build`
+    model: dict = field(default_factory=lambda: dict(name='softmax'))
     input: dict = field(default_factory=dict) # Settings of `fedbook.data.normaliser`
     frozen: bool = False # Train the head alone, on cached features?
-    partition: dict = field(default_factory=lambda: dict(name='iid', n_clients=10)) # `name` and settings of a scheme
+    # `name` and settings of a scheme
+    partition: dict = field(default_factory=lambda: dict(name='iid', n_clients=10))
     method: dict = field(default_factory=lambda: dict(name='fedavg')) # `name` and hyper-parameters
-    local: dict = field(default_factory=dict) # Settings of `LocalTraining`; `optimiser` and `schedule` are dicts with a name
+    # Settings of `LocalTraining`; `optimiser` and `schedule` are dicts with a name
+    local: dict = field(default_factory=dict)
     protocol: dict = field(default_factory=dict) # Settings of `Protocol`
     validation: float = setting(.1, 'share of the training data kept as validation part', low=0, high=.9)
-    personal: bool|int = False # Score each client's model, too, on test images in its class shares or of its group? A number: on so many
-    leaky: bool = False # Share out the test set among the clients, too, and train on three quarters of what each one gets?
-    held: float = setting(0., 'share of each client\'s samples that it does not train on, to choose by', low=0, high=.9)
-    groups: list = field(default_factory=list) # Groups of the data set, or 'class', whose parts of the test set are scored
-    shift: list = field(default_factory=list) # Shifts of `fedbook.shifts`, of which each client has one, in training and in its own test images
-    augment: dict = field(default_factory=dict) # Settings of `fedbook.data.augmenter`; none: training images as they are
-    after: list = field(default_factory=list) # Stages that follow, each a dict with `method` and where they differ `local` and `protocol`
+    # Score each client's model, too, on test images in its class shares or of its group? A number: on so many
+    personal: bool|int = False
+    # Share out the test set among the clients, too, and train on three quarters of what each one gets?
+    leaky: bool = False
+    held: float = setting(0., 'share of each client\'s samples that it does not train on, to choose by',
+        low=0, high=.9)
+    # Groups of the data set, or 'class', whose parts of the test set are scored
+    groups: list = field(default_factory=list)
+    # Shifts of `fedbook.shifts`, of which each client has one, in training and in its own test images
+    shift: list = field(default_factory=list)
+    # Settings of `fedbook.data.augmenter`; none: training images as they are
+    augment: dict = field(default_factory=dict)
+    # Stages that follow, each a dict with `method` and where they differ `local` and `protocol`
+    after: list = field(default_factory=list)
 
     def __post_init__(self):
         super().__post_init__()
         method(**self.method), local(**self.local), protocol(**self.protocol)
         for name in self.shift: shifts.named(name)
-        require(not (self.frozen and (self.shift or self.augment)), 'Features of a frozen body are computed once, from images as they are; leave out shift and augment, or take frozen=False.')
+        require(not (self.frozen and (self.shift or self.augment)),
+            'Features of a frozen body are computed once, from images as they are; leave out shift and '
+            'augment, or take frozen=False.')
         for i in range(len(self.after)): self.stage(i+1)
 
     def until(self, i:int) -> 'Setting':
@@ -77,7 +89,8 @@ class Setting(Checked):
         if i==0: return self.until(0)
         before,new = self.stage(i-1),self.after[i-1]
         check_names(f'stage {i}', new, ['method','local','protocol'])
-        return replace(before, method=new['method'], local={**before.local, **new.get('local', {})}, protocol={**before.protocol, **new.get('protocol', {})})
+        return replace(before, method=new['method'], local={**before.local, **new.get('local', {})},
+            protocol={**before.protocol, **new.get('protocol', {})})
 
     def given(self) -> dict: # Field name to value
         "The fields that are not at their default, so that a new field changes no old setting"
@@ -95,7 +108,9 @@ def local(
     "`LocalTraining` from plain settings"
     check_names('local training', settings, list(LocalTraining.__dataclass_fields__))
     task = dict(task, label_smoothing=label_smoothing) if label_smoothing else task
-    return LocalTraining(task=make(TASKS, 'task', **task), optimiser=make(OPTIMISERS, 'optimiser', **optimiser), schedule=make(SCHEDULES, 'schedule', **schedule), **settings)
+    return LocalTraining(task=make(TASKS, 'task', **task),
+        optimiser=make(OPTIMISERS, 'optimiser', **optimiser),
+        schedule=make(SCHEDULES, 'schedule', **schedule), **settings)
 
 # %% ../nbs/01_foundations/50_experiments.ipynb #0fef6355
 def protocol(
@@ -128,7 +143,8 @@ def classifier(data:str, model:str, seed:int, device:str): # A `fedbook.models.C
     "The model of a setting (`model` as JSON) with the fresh weights of a seed"
     d,m = dataset(data),json.loads(model)
     channels,size = (1 if d.train_x.ndim==3 else 3),d.train_x.shape[1]
-    return build(**{**dict(n_classes=d.n_classes, in_channels=channels, image_size=size, seed=seed), **m}).to(device)
+    return build(**{**dict(n_classes=d.n_classes, in_channels=channels, image_size=size, seed=seed),
+        **m}).to(device)
 
 # %% ../nbs/01_foundations/50_experiments.ipynb #2e8d0bb7
 def preparation(
@@ -138,7 +154,8 @@ def preparation(
     return normaliser(json.dumps(s.input or dict(mean=s.data.removesuffix('_mini')), sort_keys=True))
 
 @lru_cache(maxsize=8)
-def normaliser(input:str): return make(dict(normaliser=datasets.normaliser), 'input', 'normaliser', **json.loads(input))
+def normaliser(input:str):
+    return make(dict(normaliser=datasets.normaliser), 'input', 'normaliser', **json.loads(input))
 
 # %% ../nbs/01_foundations/50_experiments.ipynb #00d58d93
 @lru_cache(maxsize=2)
@@ -146,8 +163,10 @@ def frozen_features(data:str, model:str, input:str, device:str): # Two tensors [
     "Features of the training and of the test images of a data set, from the cache or computed once"
     d,m = dataset(data),classifier(data, model, 0, device)
     prepare = preparation(Setting(data, input=json.loads(input)))
-    key = dict(data=d.fingerprint, model=json.loads(model)['name'], weights=weights_fingerprint(m.body), input=input)
-    return tuple(cached_features(d.images(s), m.body, prepare, dict(key, split=s), device=device).to(device) for s in ('train','test'))
+    key = dict(data=d.fingerprint, model=json.loads(model)['name'],
+        weights=weights_fingerprint(m.body), input=input)
+    return tuple(cached_features(d.images(s), m.body, prepare, dict(key, split=s), device=device).to(device)
+        for s in ('train','test'))
 
 # %% ../nbs/01_foundations/50_experiments.ipynb #c1914339
 def network(
@@ -158,14 +177,17 @@ def network(
     "What a federation trains, and on what"
     d,model = dataset(s.data),json.dumps(s.model, sort_keys=True)
     m = classifier(s.data, model, seed, device)
-    if s.frozen: return *frozen_features(s.data, model, json.dumps(s.input, sort_keys=True), device), head_net(m, device), lambda x: x
+    if s.frozen:
+        return (*frozen_features(s.data, model, json.dumps(s.input, sort_keys=True), device),
+            head_net(m, device), lambda x: x)
     return *images(s.data, device), Net(m, device=device), preparation(s)
 
 # %% ../nbs/01_foundations/50_experiments.ipynb #fa649f7a
 def split(d, share:float, seed:int): # Two index arrays
     "Positions of training and validation samples, both in the official training set"
     labels = d.strata('train')
-    return datasets.split_validation(labels, share, seed) if share else (torch.arange(len(labels)).numpy(), [])
+    return datasets.split_validation(labels, share,
+        seed) if share else (torch.arange(len(labels)).numpy(), [])
 
 # %% ../nbs/01_foundations/50_experiments.ipynb #94b79943
 def resplit(
@@ -174,16 +196,20 @@ def resplit(
     seed:int, # The run's seed
 ) -> tuple[list, list]: # Per client, positions to train on, and positions in the test set that it leaves out
     "Each client's samples, 75 to 25"
-    parts = [np.split(stream(seed, 'resplit', i).permutation(c), [-(-3*len(c)//4)]) for i,c in enumerate(clients)]
+    parts = [np.split(stream(seed, 'resplit', i).permutation(c), [-(-3*len(c)//4)])
+        for i,c in enumerate(clients)]
     return [train for train,_ in parts],[np.sort(rest[rest >= n]) - n for _,rest in parts]
 
 # %% ../nbs/01_foundations/50_experiments.ipynb #d512730c
 def shared_out(s:Setting, d, where, seed:int): # A `fedbook.partition.Partition`
     "Who holds which of the samples `where`"
     strata,groups = d.strata('train'),d.groups_of('train')
-    if s.leaky: strata,groups = np.concatenate([strata, d.strata('test')]),{k: np.concatenate([g, d.groups_of('test')[k]]) for k,g in groups.items()}
+    if s.leaky:
+        strata,groups = np.concatenate([strata, d.strata('test')]),{
+            k: np.concatenate([g, d.groups_of('test')[k]]) for k,g in groups.items()}
     given = {k: v for k,v in s.partition.items() if k!='name'}
-    return partitions.make(s.partition['name'], strata[where], seed=seed, **{'groups': {k: g[where] for k,g in groups.items()}, **given})
+    return partitions.make(s.partition['name'], strata[where], seed=seed,
+        **{'groups': {k: g[where] for k,g in groups.items()}, **given})
 
 # %% ../nbs/01_foundations/50_experiments.ipynb #81b66ad1
 def own_tests(s:Setting, d, parts, where, seed:int) -> list:
@@ -197,11 +223,13 @@ def own_tests(s:Setting, d, parts, where, seed:int) -> list:
 def hold_out(clients:list, share:float, seed:int) -> tuple[list, list]:
     "Positions that clients train on, and those held out; `None` for these where nothing is"
     if not share: return clients,None
-    parts = [[c[p] for p in datasets.split_validation(len(c), share, seed, 'held', i)] for i,c in enumerate(clients)]
+    parts = [[c[p] for p in datasets.split_validation(len(c), share, seed, 'held', i)]
+        for i,c in enumerate(clients)]
     return [train for train,_ in parts],[held for _,held in parts]
 
 # %% ../nbs/01_foundations/50_experiments.ipynb #19d3fdba
-def shifted(s:Setting, clients:list, held:list, own:list, train:tuple, test:tuple, seed:int) -> tuple: # x, y, positions of own test samples, and (x, y) that those point into
+# x, y, positions of own test samples, and (x, y) that those point into
+def shifted(s:Setting, clients:list, held:list, own:list, train:tuple, test:tuple, seed:int) -> tuple:
     "Each client's samples as it sees them"
     if not s.shift: return *train,own,None
     fs = [shifts.named(k) for k in shifts.for_clients(s.shift, len(clients), seed)]
@@ -215,7 +243,8 @@ def shifted(s:Setting, clients:list, held:list, own:list, train:tuple, test:tupl
 def groups_of(s:Setting, d, y) -> dict: # Name to parts, each positions in the test set
     "The groups that are scored"
     known = dict(d.groups_of('test'), **({'class': y.cpu().numpy()} if d.kind=='classes' else {}))
-    return {k: [np.flatnonzero(known[k]==v) for v in np.unique(known[k])] for k in s.groups if choose(k, list(known), f'group of {s.data}') is not None}
+    return {k: [np.flatnonzero(known[k]==v) for v in np.unique(known[k])]
+        for k in s.groups if choose(k, list(known), f'group of {s.data}') is not None}
 
 # %% ../nbs/01_foundations/50_experiments.ipynb #0dd6ffd4
 def federation(
@@ -228,14 +257,17 @@ def federation(
     y,ty = d.labels('train').to(device),d.labels('test').to(device)
     train,val = split(d, s.validation, seed)
     validation = (x[val], y[val]) if len(val) else None
-    if s.leaky: x,y,train = torch.cat([x, tx]),torch.cat([y, ty]),np.concatenate([train, np.arange(len(y), len(y)+len(ty))])
+    if s.leaky:
+        x,y,train = torch.cat([x, tx]),torch.cat([y, ty]),np.concatenate([train,
+            np.arange(len(y), len(y)+len(ty))])
     parts = shared_out(s, d, train, seed)
     clients,own = [train[c] for c in parts.clients],None
     if s.leaky: clients,own = resplit(clients, len(y)-len(ty), seed)
     elif s.personal: own = own_tests(s, d, parts, train, seed)
     clients,held = hold_out(clients, s.held, seed)
     x,y,own,own_test = shifted(s, clients, held, own, (x, y), (tx, ty), seed)
-    data = FederatedData(x, y, clients, (tx,ty), validation, own, prepare, datasets.augmenter(**s.augment) if s.augment else None, held, groups_of(s, d, ty), own_test=own_test)
+    data = FederatedData(x, y, clients, (tx,ty), validation, own, prepare,
+        datasets.augmenter(**s.augment) if s.augment else None, held, groups_of(s, d, ty), own_test=own_test)
     return Federation(method(**s.method), net, data, local(**s.local), protocol(**s.protocol), seed)
 
 # %% ../nbs/01_foundations/50_experiments.ipynb #ad9d7420
@@ -247,9 +279,13 @@ def stage_after(
 ) -> Federation: # Ready to `run`
     "The run that goes on where another has ended"
     device = str(fed.data.x.device)
-    net = Net(fed.net.module, network(s, fed.seed, device)[2].frozen, device).at(state['server']['w'], state['buffers']) # with what the method before has added or frozen
-    seed = int(stream(fed.seed, 'stage', i).integers(2**31)) # another order of batches than in the first rounds
-    return Federation(method(**s.method), net, fed.data, local(**s.local), protocol(**s.protocol), seed, own_models(fed, state))
+    # with what the method before has added or frozen
+    net = Net(fed.net.module, network(s, fed.seed, device)[2].frozen, device).at(state['server']['w'],
+        state['buffers'])
+    # another order of batches than in the first rounds
+    seed = int(stream(fed.seed, 'stage', i).integers(2**31))
+    return Federation(method(**s.method), net, fed.data, local(**s.local), protocol(**s.protocol), seed,
+        own_models(fed, state))
 
 # %% ../nbs/01_foundations/50_experiments.ipynb #4a5da71c
 def own_models(fed, state) -> Memory: # `None` where all have the global one
@@ -259,7 +295,8 @@ def own_models(fed, state) -> Memory: # `None` where all have the global one
     for i in range(len(fed.data.clients)):
         c = scored_view(fed, state, i, r)
         with seeded(fed.seed, 'personal', i, device=str(c.own.device)): w = fed.method.personal(c)
-        found = found.after({str(i): dict(w={k: v for k,v in w.items() if k in state['server']['w']}, buffers=c.buffers)})
+        found = found.after({str(i): dict(w={k: v for k,v in w.items() if k in state['server']['w']},
+            buffers=c.buffers)})
     return found
 
 # %% ../nbs/01_foundations/50_experiments.ipynb #ce571ec0
@@ -267,12 +304,16 @@ def at_global_model(
     net:Net, # A network
     path:Path|str, # A .safetensors file with all parameters and buffers of a trained one
 ) -> Net: # To begin a stage with
-    "A network at a saved global model; raises `Refused`, with both fingerprints, where that is of another architecture"
+    """A network at a saved global model; raises `Refused`, with both fingerprints, where that is of another
+    architecture"""
     found = read_weights(path)
     ours,theirs = ({k: list(t.shape) for k,t in w.items()} for w in (net.module.state_dict(), found))
     k = next((k for k in {**ours, **theirs} if ours.get(k)!=theirs.get(k)), None)
-    require(k is None, f'The global model in {path} is of another architecture, with the fingerprint {fingerprint(sorted(theirs.items()))}, than the network, with {fingerprint(sorted(ours.items()))}: '
-            f'{k} is {theirs.get(k, "missing")} there and {ours.get(k, "missing")} here; build the network that was trained.')
+    require(k is None,
+        f'The global model in {path} is of another architecture, with the fingerprint '
+        f'{fingerprint(sorted(theirs.items()))}, than the network, with {fingerprint(sorted(ours.items()))}: '
+            f'{k} is {theirs.get(k, "missing")} there and {ours.get(k, "missing")} here; build the network '
+            f'that was trained.')
     return net.at(found)
 
 # %% ../nbs/01_foundations/50_experiments.ipynb #377e0468
@@ -292,16 +333,21 @@ def stages_of(
     return state,rows
 
 # %% ../nbs/01_foundations/50_experiments.ipynb #4f0a7c2d
-BESIDE = ('fedbook', *(f'fedbook.{m}' for m in ('sources','trace','workers','engines','results','papers','manifest','claims','experiments','unchanged','runner','cli')))
+BESIDE = ('fedbook',
+    *(f'fedbook.{m}'
+    for m in ('sources','trace','workers','engines','results','papers','manifest','claims','experiments',
+    'unchanged','runner','cli')))
 
 def code_fingerprint(
     name:str, # A method's name
     *user_code, # The reader's own functions and classes that a setting names
 ) -> str: # 16 hexadecimal digits
-    "A hash of the code that a method's numbers depend on, without its comments and docstrings; raises `Refused` where it cannot be had"
+    """A hash of the code that a method's numbers depend on, without its comments and docstrings;
+    raises `Refused` where it cannot be had"""
     named = [*map(combined, name.split('+')), *user_code]
     tops = {getattr(o, '__module__', '').partition('.')[0] for o in named}
-    used = Sources((*BESIDE, Setting, OPTIMISERS, SCHEDULES, TASKS), ('__main__', federation.__module__), ours=frozenset({'fedbook', *tops}))
+    used = Sources((*BESIDE, Setting, OPTIMISERS, SCHEDULES, TASKS), ('__main__', federation.__module__),
+        ours=frozenset({'fedbook', *tops}))
     for o in (federation, rounds_of, *named): used.add(o, getattr(o, '__name__', 'it'))
     return fingerprint(name, used.found)
 
@@ -309,14 +355,17 @@ def code_fingerprint(
 def user_code(
     s:Setting, # An experiment
 ) -> list: # Functions and classes
-    "What a setting names beside its method, as far as it is not part of the package, and the methods of its later stages"
+    """What a setting names beside its method, as far as it is not part of the package, and the methods of
+    its later stages"""
     stages = [s.stage(i) for i in range(len(s.after)+1)]
     registries = [(partitions.SCHEMES, s.partition), (datasets.AUGMENTERS, s.augment)]
     registries += [(shifts.SHIFTS, dict(name=k) if isinstance(k, str) else k) for k in s.shift]
-    registries += [(r, t.local.get(k, {})) for t in stages for k,r in dict(optimiser=OPTIMISERS, schedule=SCHEDULES, task=TASKS).items()]
+    registries += [(r, t.local.get(k, {})) for t in stages
+        for k,r in dict(optimiser=OPTIMISERS, schedule=SCHEDULES, task=TASKS).items()]
     named = [r[given['name']] for r,given in registries if given.get('name') in r]
     later = [stages_of]*bool(s.after) + [combined(n) for t in stages[1:] for n in t.method['name'].split('+')]
-    return [o for o in named if not o.__module__.startswith('fedbook.')] + ([MODELS[s.model['name']]] if is_user_model(s.model) else []) + later
+    return ([o for o in named if not o.__module__.startswith('fedbook.')]
+        + ([MODELS[s.model['name']]] if is_user_model(s.model) else []) + later)
 
 def is_user_model(model:dict) -> bool: # Is the model not, or no longer, one of the package?
     return model['name'] in MODELS and MODELS[model['name']] is not BUILT_IN.get(model['name'])
@@ -334,7 +383,8 @@ def weights(
     return [weights_fingerprint(whole if is_user_model(m) else whole.body)]
 
 # %% ../nbs/01_foundations/50_experiments.ipynb #332d14b7
-UNCHANGED = Path(fedbook.__file__).parent/'assets'/'unchanged.json' # Older code's fingerprint to that of the code that computes the same
+# Older code's fingerprint to that of the code that computes the same
+UNCHANGED = Path(fedbook.__file__).parent/'assets'/'unchanged.json'
 
 def equivalent_codes(
     code:str, # A fingerprint
@@ -377,12 +427,16 @@ def run_case(
     engine:str='auto', # A name in `fedbook.engines.ENGINES`; `auto` takes the fastest
     around=lambda run: run, # What `stages_of` makes, to the same with further questions and rows
     **about, # The records' paper, table, profile and stand_in
-) -> list[dict]: # Per seed a record for `fedbook.results`; its `seconds` are its share of those since the runs were last taken up
+    # Per seed a record for `fedbook.results`; its `seconds` are its share of those since the runs were last
+    # taken up
+) -> list[dict]:
     "Run one cell"
     start,go = time.time(),Fastest(device) if engine=='auto' else named_engine(engine, device)
-    runs = [around(stages_of(case.setting, s, device, lambda i, s=s: folder and checkpoint(case, s, folder, i))) for s in seeds]
+    runs = [around(stages_of(case.setting, s, device, lambda i,
+        s=s: folder and checkpoint(case, s, folder, i))) for s in seeds]
     ends = run_in_lockstep(runs, getattr(go, 'together', lambda asked: [go(*a) for a in asked]))
-    about.update(seconds=round((time.time()-start)/len(seeds), 3), device=device_name(device), engine=used(go))
+    about.update(seconds=round((time.time()-start)/len(seeds), 3), device=device_name(device),
+        engine=used(go))
     return [record(case, s, rows, **about) for s,(_,rows) in zip(seeds, ends)]
 
 # %% ../nbs/01_foundations/50_experiments.ipynb #9facd921
@@ -395,9 +449,11 @@ def record(case:Case, seed:int, rows:list, **about) -> dict:
     "What is kept of a run"
     s = case.setting
     total = {k: sum(r[3] for r in rows if r[2]==k) for k in ('bytes_up','bytes_down')}
-    return dict(fingerprint=case.fingerprint(seed), setting=s.settings(), seed=seed, cell=case.cell, method=s.method['name'], variant=case.variant,
+    return dict(fingerprint=case.fingerprint(seed), setting=s.settings(), seed=seed, cell=case.cell,
+        method=s.method['name'], variant=case.variant,
         rows=rows, **total, data=s.data, model=s.model['name'],
-        code=case.code(), version=fedbook.__version__, when=time.strftime('%Y-%m-%dT%H:%M:%SZ', time.gmtime()), **about)
+        code=case.code(), version=fedbook.__version__,
+        when=time.strftime('%Y-%m-%dT%H:%M:%SZ', time.gmtime()), **about)
 
 # %% ../nbs/01_foundations/50_experiments.ipynb #054d60ad
 def device_name(
@@ -407,28 +463,55 @@ def device_name(
     if device=='cuda': return torch.cuda.get_device_name()
     return f'{cores()} CPU core{"s"*(cores()>1)} ({platform.machine()})'
 
+# %% ../nbs/01_foundations/50_experiments.ipynb #46dd3f25
+def stage_costs(
+    case:Case, # A cell of a table
+    seed:int, # For its partition
+    device:str, # Where to compute
+    # Seconds of one scoring of test set and validation part, for each network and data set that was timed;
+    # filled
+    scored:dict,
+) -> tuple[str, list[float]]: # The name of the first stage's engine, and each stage's seconds
+    "How long the stages of a run will take, from the time of a local step of each method and of one scoring"
+    s,first = case.setting,federation(case.setting.stage(0), seed, device)
+    key = json.dumps([s.data, s.model, s.input, s.frozen, s.leaky], sort_keys=True)
+    if key not in scored:
+        f = ready(first)
+        scored[key] = [timed(lambda: score(f, begin(f), 0)) for score in (evaluate, validate)]
+    later = [replace(first, method=method(**t.method), local=local(**t.local),
+        protocol=protocol(**t.protocol)) for t in map(s.stage, range(1, len(s.after)+1))]
+    engines,seconds = zip(*(stage_cost(ready(f), *scored[key]) for f in [first, *later]))
+    return engines[0],list(seconds)
+
+# %% ../nbs/01_foundations/50_experiments.ipynb #78b7a9db
+def stage_cost(
+    fed:Federation, # A stage
+    per_test:float, # Seconds of scoring the test set
+    per_validation:float, # Seconds of scoring the validation part
+) -> tuple[str, float]: # The name of its engine, and seconds
+    "Local steps, scorings in the rounds, and scorings of the clients' own models"
+    (engine,step),p,d = choice(fed),fed.protocol,fed.data
+    personal = 0 if shared(fed) else sum(map(len, d.test_clients or []))/len(d.test[1])
+    if p.cross:
+        personal += (1 if shared(fed) else len(d.clients))*len(
+            np.unique(np.concatenate(cross_parts(fed))))/len(d.test[1])
+    scorings = p.rounds//p.evaluate_every + personal*(1 + (p.rounds-1)//(p.personal_every or p.rounds))
+    return engine, local_steps(fed)*step + p.rounds*per_validation + scorings*per_test
+
 # %% ../nbs/01_foundations/50_experiments.ipynb #7372804a
 def expected_costs(
     todo:list, # Pairs of a case and a seed
     device:str='cpu', # Where to compute
 ) -> list: # For each, the name of its engine, and seconds
-    "How long runs will take on their engines, from the time of a local step of each method and of one scoring of test set and validation part"
-    if not todo: return []
-    fed = ready(federation(todo[0][0].setting.stage(0), todo[0][1], device))
-    per_test,per_round = (timed(lambda: f(fed, begin(fed), 0)) for f in (evaluate, validate))
-    def of_stage(f):
-        (engine,step),p,d = choice(f),f.protocol,f.data
-        personal = 0 if shared(f) else sum(map(len, d.test_clients or []))/len(d.test[1])
-        if p.cross: personal += (1 if shared(f) else len(d.clients))*len(np.unique(np.concatenate(cross_parts(f))))/len(d.test[1])
-        scorings = p.rounds//p.evaluate_every + personal*(1 + (p.rounds-1)//(p.personal_every or p.rounds))
-        return engine, local_steps(f)*step + p.rounds*per_round + scorings*per_test
-    def cost(case):
-        s,f = case.setting,federation(case.setting.stage(0), todo[0][1], device)
-        then = [replace(f, method=method(**t.method), local=local(**t.local), protocol=protocol(**t.protocol)) for t in map(s.stage, range(1, len(s.after)+1))]
-        engines,seconds = zip(*(of_stage(ready(g)) for g in [f, *then]))
-        return engines[0], sum(seconds)
-    costs = {i: cost(case) for i,case in {id(c): c for c,_ in todo}.items()}
-    return [costs[id(c)] for c,_ in todo]
+    "How long runs will take on their engines; a stage that several runs share counts for the first of them"
+    costs,scored,counted,plans = {},{},set(),[]
+    for case,seed in todo:
+        if id(case) not in costs: costs[id(case)] = stage_costs(case, seed, device, scored)
+        engine,seconds = costs[id(case)]
+        names = [replace(case, setting=case.setting.until(i)).fingerprint(seed) for i in range(len(seconds))]
+        plans.append((engine, sum(s for name,s in zip(names, seconds) if name not in counted)))
+        counted.update(names)
+    return plans
 
 # %% ../nbs/01_foundations/50_experiments.ipynb #27a53fd2
 def timed(
@@ -457,19 +540,19 @@ def run_cases(
         known = {r['fingerprint']: r for r in rows}
         wanted = {c.fingerprint(s): (c, s) for s in seeds for c in cases}
         done = {k: known[f] for k,(c,s) in wanted.items() for f in reversed(c.fingerprints(s)) if f in known}
-        if not rerun or os.environ.get('FEDBOOK_RERUN')=='0': return without_running(rows, wanted, done, folder, about)
+        if not rerun or os.environ.get('FEDBOOK_RERUN')=='0':
+            return without_running(rows, wanted, done, folder, about)
         todo = [v for k,v in wanted.items() if k not in done]
-        start,plans = time.time(),expected_costs(todo, device)
-        expected = sum(seconds for _,seconds in plans)
-        def report(n, left): progress(folder, n, len(todo), len(wanted), left, expected)
-        report(0, expected)
-        with tqdm(total=len(todo), desc=f'about {expected:.0f} s', disable=None) as bar:
-            for case,some in together(todo, [name if engine=='auto' else engine for name,_ in plans], device):
-                for r in run_case(case, some, device, folder, engine, around, **about): append(path, r); done[r['fingerprint']] = r
+        progress(folder, 0, len(todo), len(wanted), 0, 0, now='timing a step of each method'*bool(todo))
+        plans = expected_costs(todo, device)
+        groups = together(todo, [name if engine=='auto' else engine for name,_ in plans], device)
+        with tqdm(total=len(todo), desc=f'about {sum(s for _,s in plans):.0f} s', disable=None) as bar:
+            for case,some in told(groups, {(id(c), seed): s for (c,seed),(_,s) in zip(todo, plans)},
+                folder, len(wanted)):
+                for r in run_case(case, some, device, folder, engine, around, **about):
+                    append(path, r); done[r['fingerprint']] = r
                 for seed in some: delete_checkpoint(case, seed, folder, len(case.setting.after))
                 bar.update(len(some))
-                left = sum(k not in done for k in wanted)
-                report(len(todo)-left, (time.time()-start)/(len(todo)-left)*left)
     for case,seed in todo:
         for i in range(len(case.setting.after)): delete_checkpoint(case, seed, folder, i)
     return [{**done[k], **about} for k in wanted]
@@ -485,14 +568,17 @@ def without_running(
     "The runs there are, in order; says how many are of older code and how many are missing"
     old = {k: r for k,v in wanted.items() if k not in done and (r := newest(rows, *v))}
     missing = len(wanted)-len(done)-len(old)
-    print(f'Nothing is run: {len(done)} of {len(wanted)} runs are of present code, {len(old)} of older code, {missing} are missing.')
+    print(f'Nothing is run: {len(done)} of {len(wanted)} runs are of present code, {len(old)} of older code, '
+        f'{missing} are missing.')
     progress(folder, 0, missing, len(wanted), 0, 0)
-    return [{**done[k], **about} if k in done else {**old[k], **about, 'older': True} for k in wanted if k in done or k in old]
+    return [{**done[k], **about} if k in done else {**old[k], **about, 'older': True}
+        for k in wanted if k in done or k in old]
 
 # %% ../nbs/01_foundations/50_experiments.ipynb #ae524a15
 def newest(rows:list[dict], case:Case, seed:int) -> dict|None:
     "The newest run of a case by any code"
-    mine = [r for r in rows if (r['seed'], r['cell'], r['variant'])==(seed, plain(case.cell), case.variant) and r['fingerprint']==case.fingerprint(seed, r['code'])]
+    mine = [r for r in rows if (r['seed'], r['cell'], r['variant'])==(seed, plain(case.cell), case.variant)
+        and r['fingerprint']==case.fingerprint(seed, r['code'])]
     return max(mine, key=lambda r: r['when'], default=None)
 
 # %% ../nbs/01_foundations/50_experiments.ipynb #e4a7d4ad
@@ -515,6 +601,23 @@ def delete_checkpoint(case:Case, seed:int, folder:Path, i:int):
     file.unlink(missing_ok=True)
     shutil.rmtree(file.with_suffix('.memory'), ignore_errors=True)
 
+# %% ../nbs/01_foundations/50_experiments.ipynb #0fd38589
+def told(
+    groups:list, # Pairs of a case and seeds, in their order
+    seconds:dict, # Expected for a run, by the case's `id` and seed
+    folder:Path, # Where progress.json goes
+    total:int, # Runs of the whole table
+):
+    """Each pair; before it, and at the end, is told how far the table is.
+    What is left is corrected by what the finished runs took"""
+    start,n,ran,todo,expected = time.time(),0,0,len(seconds),sum(seconds.values())
+    for case,some in groups:
+        left = (expected-ran)*((time.time()-start)/ran if ran else 1)
+        progress(folder, n, todo, total, left, expected, now=', '.join(map(str, case.cell.values())))
+        yield case,some
+        n,ran = n+len(some),ran+sum(seconds[id(case), seed] for seed in some)
+    progress(folder, todo, todo, total, 0, expected)
+
 # %% ../nbs/01_foundations/50_experiments.ipynb #2e014e76
 def progress(
     folder:Path, # Where progress.json goes
@@ -523,7 +626,9 @@ def progress(
     total:int, # Runs of the whole table
     left:float, # Seconds still expected
     expected:float, # Seconds expected at the start
+    now:str='', # What runs, in words
 ):
     "Tell whoever watches how far a table is"
-    about = dict(done=total-todo+n, total=total, left=round(left, 3), todo=todo, expected=round(expected, 3))
+    about = dict(done=total-todo+n, total=total, left=round(left, 3), todo=todo,
+        expected=round(expected, 3), now=now)
     with writing(Path(folder)/'progress.json') as part: part.write_text(json.dumps(about))

@@ -16,9 +16,13 @@ from .errors import Refused
 def permitted(
     path:Path|str, # What is being written
 ):
-    "Turns what the system says of a full disk or a folder without permission into a sentence; raises `Refused`"
+    """Turns what the system says of a full disk or a folder without permission into a sentence;
+    raises `Refused`"""
     try: yield
-    except OSError as e: raise Refused(f'Cannot write {path}: {e.strerror or e}; give a folder that you may write to and that has room.') from e
+    except OSError as e:
+        raise Refused(
+            f'Cannot write {path}: {e.strerror or e}; give a folder that you may write to and that has '
+            f'room.') from e
 
 # %% ../nbs/01_foundations/02_files.ipynb #02699f9a
 @contextmanager
@@ -46,7 +50,8 @@ def fingerprint(
         if isinstance(o, (list,tuple)): return [plain(v) for v in o]
         return int(o) if isinstance(o, float) and o.is_integer() else o
     h = hashlib.sha256()
-    for p in parts: h.update(p if isinstance(p, bytes) else json.dumps(plain(p), sort_keys=True).encode()+b'\0')
+    for p in parts:
+        h.update(p if isinstance(p, bytes) else json.dumps(plain(p), sort_keys=True).encode()+b'\0')
     return h.hexdigest()[:16]
 
 # %% ../nbs/01_foundations/02_files.ipynb #d3f9fc7a
@@ -60,13 +65,18 @@ def locked(
     path:Path|str, # The file that is being filled; the lock is `path`.lock beside it
     timeout:float=0., # Seconds to wait for another process
 ):
-    "Hold the lock of `path`; raises `Refused` with the holder's process id, or where writing is not permitted"
+    """Hold the lock of `path`; raises `Refused` with the holder's process id, or where writing is not
+    permitted"""
     from filelock import FileLock, Timeout
     lock,holder = FileLock(f'{path}.lock'),Path(f'{path}.holder')
     try:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         lock.acquire(timeout=timeout)
-    except Timeout as e: raise Refused(f'{path} is being filled by process {holder.read_text() if holder.exists() else "unknown"}; wait for it or end it.') from e
-    except OSError as e: raise Refused(f'Cannot write {path}: {e.strerror}; give a folder that you may write to.') from e
+    except Timeout as e:
+        raise Refused(
+            f'{path} is being filled by process {holder.read_text() if holder.exists() else "unknown"}; wait '
+            f'for it or end it.') from e
+    except OSError as e:
+        raise Refused(f'Cannot write {path}: {e.strerror}; give a folder that you may write to.') from e
     try: holder.write_text(str(os.getpid())); yield
     finally: holder.unlink(missing_ok=True); lock.release()

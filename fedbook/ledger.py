@@ -120,4 +120,5 @@ def grounds(
     "What a verdict rests on, in words"
     told = {k: v for k,v in l.rest.items() if k not in (PRINT,'seeds') and v not in ('','–')}
     pair,difference = told.pop('weakest pair', ''),told.pop('difference [95 %]', '')
-    return '; '.join(filter(None, [': '.join(filter(None, [pair, difference])), *(f'{k} {v}' for k,v in told.items())])) or '–'
+    return '; '.join(filter(None,
+        [': '.join(filter(None, [pair, difference])), *(f'{k} {v}' for k,v in told.items())])) or '–'

@@ -30,7 +30,8 @@ class Experiment:
 
     def parameters(self, profile:str) -> dict: # Name to value
         "The notebook's parameters; raises `Refused` for a profile that is unknown, or that the table lacks"
-        require(choose(profile, PROFILES, 'profile') in self.profiles, f'{self.id} has no profile {profile}; it has {", ".join(self.profiles)}.')
+        require(choose(profile, PROFILES, 'profile') in self.profiles,
+            f'{self.id} has no profile {profile}; it has {", ".join(self.profiles)}.')
         return self.profiles[profile]
 
 # %% ../nbs/01_foundations/51_manifest.ipynb #7393631b
@@ -38,7 +39,8 @@ class Experiment:
 def experiments() -> dict[str, Experiment]: # Id to experiment
     "All tables and figures there are"
     spec = tomllib.loads((Path(fedbook.__file__).parent/'assets'/'experiments.toml').read_text())
-    return {i: Experiment(i, e['title'], e['notebook'], e['timeout'], {p: e[p] for p in PROFILES if p in e}) for i,e in spec.items()}
+    return {i: Experiment(i, e['title'], e['notebook'], e['timeout'], {p: e[p] for p in PROFILES if p in e})
+        for i,e in spec.items()}
 
 def experiment(id:str) -> Experiment: # The experiment
     "An experiment by its id; raises `Refused` with the nearest id where there is none"
@@ -46,11 +48,14 @@ def experiment(id:str) -> Experiment: # The experiment
 
 # %% ../nbs/01_foundations/51_manifest.ipynb #3927efa4
 def root() -> Path: # The folder that holds nbs/ and settings.ini
-    "The checkout that one stands in, else the one that fedbook was installed from; raises `Refused` outside of any"
+    """The checkout that one stands in, else the one that fedbook was installed from;
+    raises `Refused` outside of any"""
     here = Path.cwd()
     for p in (here, *here.parents, Path(fedbook.__file__).resolve().parents[1]):
         if (p/'settings.ini').exists() and (p/'nbs').is_dir(): return p
-    raise Refused(f'There are no notebooks in or above {here}; run this in a checkout of fedbook, where nbs/ and settings.ini are.')
+    raise Refused(
+        f'There are no notebooks in or above {here}; run this in a checkout of fedbook, where nbs/ and '
+        f'settings.ini are.')
 
 # %% ../nbs/01_foundations/51_manifest.ipynb #3b31e30e
 def figures() -> Path: # `$FEDBOOK_FIGURES`, or figures/ in the checkout
@@ -68,11 +73,13 @@ def output_folder(
     id:str, # A table's id
     profile:str, # Which run of it: a profile, or one with changed parameters
 ) -> Path: # figures/<paper>/<table>/<profile>
-    "Where the results of a table go; raises `Refused` for an unknown profile, and in a notebook with other parameters than its profile's"
+    """Where the results of a table go; raises `Refused` for an unknown profile, and in a notebook with other
+    parameters than its profile's"""
     paper,table = experiment(id).id.split('-', 1)
     choose(re.sub(r'-changed-[0-9a-f]{6}$', '', profile), PROFILES, 'profile')
     asker = sys._getframe(1).f_globals
-    if asker['__name__']=='__main__' and asker.get('profile')==profile and profile in PROFILES: check_unchanged(id, profile, asker)
+    if asker['__name__']=='__main__' and asker.get('profile')==profile and profile in PROFILES:
+        check_unchanged(id, profile, asker)
     return figures()/paper/table/profile
 
 def changed_runs(id:str) -> list[str]: # E.g. ['laptop-changed-1a2b3c']
@@ -89,4 +96,6 @@ def check_unchanged(
     usual = {k: v for k,v in experiment(id).parameters(profile).items() if k not in ('engine','stand_in')}
     differ = {k: given[k] for k,v in usual.items() if k in given and given[k]!=v}
     k = next(iter(differ), None)
-    require(not differ, f'With {k} = {given.get(k)!r} this is no run of profile {profile}; name it with profile = {changed_name(profile, differ)!r}.')
+    require(not differ,
+        f'With {k} = {given.get(k)!r} this is no run of profile {profile}; name it with profile = '
+        f'{changed_name(profile, differ)!r}.')

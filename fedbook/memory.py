@@ -62,12 +62,15 @@ class Stack:
 
     def grow(self, length:int, in_files:bool=False):
         "Make room for so many rows in all; what is in files stays there"
-        if in_files and not self.folder: self.temporary = tempfile.TemporaryDirectory(prefix='fedbook-'); self.folder = Path(self.temporary.name)
+        if in_files and not self.folder:
+            self.temporary = tempfile.TemporaryDirectory(prefix='fedbook-')
+            self.folder = Path(self.temporary.name)
         numbers,old,moved = count(),self.tensors,not self.in_files
         self.in_files |= in_files
         def longer(t):
             shape = length,*t.shape[1:]
-            return mapped(self.folder/f'{self.name}.{next(numbers)}', shape, t.dtype) if self.in_files else t.new_empty(shape)
+            return mapped(self.folder/f'{self.name}.{next(numbers)}', shape,
+                t.dtype) if self.in_files else t.new_empty(shape)
         self.tensors = leaves(longer, old)
         if moved: leaves(lambda a,b: a[:len(b)].copy_(b), self.tensors, old)
         self.free += reversed(range(self.length, length))
@@ -77,16 +80,19 @@ class Stack:
         "Copy trees into free rows"
         rows = [Row(self, self.free.pop()) for _ in trees]
         at = places(rows)
-        leaves(lambda t,*new: t.index_copy_(0, at.to(t.device), laid(stack_tensors(new).detach().to(t.device))), self.tensors, *trees)
+        leaves(lambda t,*new: t.index_copy_(0, at.to(t.device),
+            laid(stack_tensors(new).detach().to(t.device))), self.tensors, *trees)
         return rows
 
     def pick(self, rows:list[Row]) -> list[dict]: # Views of one new tensor per name
         "Copies of the trees in some rows"
         at = places(rows)
-        return unstack(leaves(lambda t,like: seen(t.index_select(0, at.to(t.device)).to(like.device), like), self.tensors, self.like), len(rows))
+        return unstack(leaves(lambda t,like: seen(t.index_select(0, at.to(t.device)).to(like.device), like),
+            self.tensors, self.like), len(rows))
 
 # %% ../nbs/01_foundations/06_memory.ipynb #8b128063
-def kernels(t:Tensor) -> bool: return t.dim()==5 and t.shape[2] > 1 # of clients, [n, a, c, h, w]; of one channel there is but one order
+# of clients, [n, a, c, h, w]; of one channel there is but one order
+def kernels(t:Tensor) -> bool: return t.dim()==5 and t.shape[2] > 1
 def laid(t:Tensor) -> Tensor: return t.movedim(2, -1) if kernels(t) else t # as they lie, [n, a, h, w, c]
 def seen(t:Tensor, like:Tensor) -> Tensor: return t.movedim(-1, 2) if kernels(like) else t # and back
 
@@ -102,7 +108,8 @@ def kind(tree:dict) -> tuple:
 # %% ../nbs/01_foundations/06_memory.ipynb #c443a463
 class Memory(Mapping):
     "Client to what it keeps"
-    def __init__(self, folder:Path=None, stacks:dict=None, rows:dict=None): # Stacks by their kind, and each client's row
+    # Stacks by their kind, and each client's row
+    def __init__(self, folder:Path=None, stacks:dict=None, rows:dict=None):
         self.folder,self.stacks,self.rows = folder,{} if stacks is None else stacks,rows or {}
 
     def __len__(self): return len(self.rows)
@@ -118,7 +125,8 @@ class Memory(Mapping):
 
     def after(self, new:dict) -> 'Memory': # Client to a tree
         "The memory with some clients' trees replaced"
-        for k in [k for k,s in self.stacks.items() if len(s.free)==s.length]: del self.stacks[k] # nobody keeps such a tree any more
+        # nobody keeps such a tree any more
+        for k in [k for k,s in self.stacks.items() if len(s.free)==s.length]: del self.stacks[k]
         put = {}
         for k,some in grouped((kind(tree), c) for c,tree in new.items()):
             if k not in self.stacks: self.stacks[k] = Stack(new[some[0]], fingerprint(repr(k)), self.folder)
@@ -155,9 +163,11 @@ def written(memory:Memory) -> dict: # For `fedbook.tensors.save`
     "A memory as a tree"
     def part(alike, clients):
         rows = [memory.rows[c] for c in clients]
-        return dict(clients=torch.tensor([int(c) for c in clients]), rows=places(rows), in_files=torch.tensor(alike.in_files),
+        return dict(clients=torch.tensor([int(c) for c in clients]), rows=places(rows),
+            in_files=torch.tensor(alike.in_files),
             kept=alike.like if alike.in_files else stack(alike.pick(rows)))
-    return {alike.name: part(alike, clients) for alike,clients in grouped((row.stack, c) for c,row in memory.rows.items())}
+    return {alike.name: part(alike, clients)
+        for alike,clients in grouped((row.stack, c) for c,row in memory.rows.items())}
 
 # %% ../nbs/01_foundations/06_memory.ipynb #bd63a3cf
 def read_back(
@@ -171,7 +181,8 @@ def read_back(
         like = leaves(lambda t: t.new_empty(t.shape[1:]), kept)
         memory.stacks[kind(like)] = stack = Stack(like, name, folder)
         if part['in_files']: rows = located(stack, part['rows'].tolist())
-        else: make_room(memory.stacks, kind(like), len(clients)); rows = stack.put(unstack(kept, len(clients)))
+        else:
+            make_room(memory.stacks, kind(like), len(clients)); rows = stack.put(unstack(kept, len(clients)))
         memory.rows.update(zip(clients, rows))
     return memory
 
@@ -181,7 +192,8 @@ def located(stack:Stack, at:list) -> list[Row]: # One for each
     length = max(at)+1
     for j,t in enumerate(flatten(stack.like).values()):
         path,n = stack.folder/f'{stack.name}.{j}',length*prod(t.shape[1:])*t.itemsize
-        require(path.exists() and path.stat().st_size >= n or not n, f'{path} is missing or shorter than {n} bytes')
+        require(path.exists() and path.stat().st_size >= n or not n,
+            f'{path} is missing or shorter than {n} bytes')
     stack.grow(length, in_files=True)
     stack.free = sorted(set(range(length)) - set(at), reverse=True)
     return [Row(stack, j) for j in at]

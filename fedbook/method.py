@@ -30,8 +30,10 @@ class LocalTraining(Checked):
     batch_size: int = setting(32, 'samples a step; a smaller client trains on what it has', low=1)
     optimiser: SGD = field(default_factory=SGD)
     schedule: Schedule = field(default_factory=Schedule)
-    task: Task = field(default_factory=Task) # What targets mean: the loss that trains, and what an answer is worth
-    precision: str = 'float32' # Of the network's layers in training; weights, sums and scores stay in float32 with `bf16` too
+    # What targets mean: the loss that trains, and what an answer is worth
+    task: Task = field(default_factory=Task)
+    # Of the network's layers in training; weights, sums and scores stay in float32 with `bf16` too
+    precision: str = 'float32'
 
     def __post_init__(self):
         super().__post_init__()
@@ -52,11 +54,13 @@ class Client:
     memory: dict # What it kept from its last round
     buffers: dict # Its own copy of the network's buffers
     prepare: callable = lambda x: x # Stored samples to network input
-    augment: callable = None # Random changes of stored samples and their targets, in training only; `None` for none
+    # Random changes of stored samples and their targets, in training only; `None` for none
+    augment: callable = None
     phases: tuple = () # What each of its local epochs is about, as the method's `phases` says
     phase: object = None # The phase of the present step
     trains: tuple = () # The parts of the network that train in it; none named: all
-    held: Tensor = None # Positions of its samples that it does not train on, to choose by, [m]; `None`: there are none
+    # Positions of its samples that it does not train on, to choose by, [m]; `None`: there are none
+    held: Tensor = None
 
     @cached_property
     def x(self) -> Tensor: # Uint8 images [n, c, h, w] or features [n, d]
@@ -79,8 +83,10 @@ class Client:
 
     def logits(self, w:dict, x:Tensor) -> Tensor: # [b, classes]
         "The network at weights `w`, what trains in training mode; there BatchNorm updates `buffers`"
-        if self.local.precision=='float32': return self.net.logits(w, self.buffers, x, train=self.trains or True)
-        with torch.autocast(x.device.type, torch.bfloat16): return self.net.logits(w, self.buffers, x, train=self.trains or True).float()
+        if self.local.precision=='float32':
+            return self.net.logits(w, self.buffers, x, train=self.trains or True)
+        with torch.autocast(x.device.type, torch.bfloat16):
+            return self.net.logits(w, self.buffers, x, train=self.trains or True).float()
 
 # %% ../nbs/01_foundations/30_method.ipynb #c390011a
 @lru_cache(maxsize=4096)
@@ -94,7 +100,8 @@ def batch_bounds(
     starts = list(range(0, n, local.batch_size))
     if pairs and len(starts) > 1 and n-starts[-1]==1: starts.pop()
     def factor(e, t): return local.schedule(batch=e*len(starts)+t, epoch=e, round=round)
-    return [(e, a, z, factor(e, t)) for e in range(local.epochs) for t,(a,z) in enumerate(zip(starts, [*starts[1:], n]))]
+    return [(e, a, z, factor(e, t)) for e in range(local.epochs)
+        for t,(a,z) in enumerate(zip(starts, [*starts[1:], n]))]
 
 # %% ../nbs/01_foundations/30_method.ipynb #60328d10
 def epoch_orders(
@@ -104,13 +111,15 @@ def epoch_orders(
     draw = stream(c.seed, 'batches', c.round, c.id)
     return np.array([draw.permutation(len(c.own)) for _ in range(c.local.epochs)])
 
+# %% ../nbs/01_foundations/30_method.ipynb #10b6fc7e
 def batch_indices(
     c:Client, # The client
     epochs:list=None, # Which of its local epochs; `None`: all
 ) -> list: # Pairs: positions in its samples (NumPy, [b]), and the factor on the learning rate
     "Which samples make each mini-batch of a client's local epochs"
     every = epoch_orders(c)
-    return [(every[e,a:z], scale) for e,a,z,scale in batch_bounds(len(c.own), c.local, c.round, bool(c.buffers)) if epochs is None or e in epochs]
+    return [(every[e,a:z], scale) for e,a,z,scale in batch_bounds(len(c.own), c.local, c.round,
+        bool(c.buffers)) if epochs is None or e in epochs]
 
 # %% ../nbs/01_foundations/30_method.ipynb #5cdd56da
 def segments(
@@ -147,39 +156,48 @@ METHODS = {} # Name to the classes of that name, by their modules
 @dataclass(frozen=True)
 class FedAvg(Checked):
     "Train locally from the server's model, then average (McMahan et al. 2017, Algorithm 1)"
-    frozen = ()                                               # parts of the network that no client trains
-    ragged = ()                                               # parts of messages whose length differs between clients; no step sees them
-    opening = 0                                               # rounds of all clients before the first one
-    needs = ()                                                # what it cannot do without: a 'head' behind a body, samples 'held' out
-    buffers = None                                            # the policy for BatchNorm statistics that it insists on
+    frozen = ()    # parts of the network that no client trains
+    ragged = ()    # parts of messages whose length differs between clients; no step sees them
+    opening = 0    # rounds of all clients before the first one
+    needs = ()     # what it cannot do without: a 'head' behind a body, samples 'held' out
+    buffers = None # the policy for BatchNorm statistics that it insists on
 
     def __init_subclass__(cls):
         if '+' not in cls.__name__: METHODS.setdefault(cls.__name__.lower(), {})[cls.__module__] = cls
 
-    def network(self, net): return net.freeze(*self.frozen)   # what trains, and what is added to the network
-    def server(self, w, n): return dict(w=w)                  # the first server state, from fresh weights, for n clients
-    def client(self, w): return {}                            # what a client remembers before its first round, from fresh weights
-    def send(self, state, i): return dict(w=state['w'])       # the message to client i
-    def shown(self, state, i): return self.send(state, i)     # the message to client i when its own model is scored
-    def start(self, c): return c.message['w'], c.memory       # where local training begins, and what it keeps in mind
-    def init(self, w, c): return c.local.optimiser.init(w)    # the optimiser's first state
-    def phases(self, epochs, round): return (None,)*epochs    # what each local epoch is about; steps see it as c.phase
-    def trains(self, phase): return ()                        # the parts of the network that train in a phase; none named: all
-    def samples(self, c): return c.x, c.y                     # what a client trains on in a phase: x and y, [n, …] each
-    def loss(self, w, batch, c):                              # the local objective, a scalar
+    # What there is before the first round
+    def network(self, net): return net.freeze(*self.frozen) # what trains, and what is added to the network
+    def server(self, w, n): return dict(w=w) # the first server state, from fresh weights, for n clients
+    def client(self, w): return {} # what a client remembers before its first round, from fresh weights
+
+    # What the server sends
+    def send(self, state, i): return dict(w=state['w']) # the message to client i
+    def shown(self, state, i): return self.send(state, i) # the message when client i's own model is scored
+
+    # What a client does
+    def start(self, c): return c.message['w'], c.memory # where training begins, and what it keeps in mind
+    def init(self, w, c): return c.local.optimiser.init(w) # the optimiser's first state
+    def phases(self, epochs, round): return (None,)*epochs # what each epoch is about; in steps it is c.phase
+    def trains(self, phase): return () # the parts of the network that train in a phase; none named: all
+    def samples(self, c): return c.x, c.y # what a client trains on in a phase: x and y, [n, …] each
+    def loss(self, w, batch, c): # the local objective, a scalar
         return self.answer_loss(c.logits(w, batch['x']), batch['y'], c)
     def answer_loss(self, z, y, c): return c.local.task.loss(z, y) # what it asks of the answers z to a batch
-    def step(self, g, w, c): return g                         # the direction of one local step
-    def update(self, w, g, s, scale, c):                      # the step itself: new weights, new state of the optimiser
+    def step(self, g, w, c): return g # the direction of one local step
+    def update(self, w, g, s, scale, c): # the step itself: new weights, new state of the optimiser
         return c.local.optimiser.update(w, self.step(g, w, c), s, scale)
-    def finish(self, w, c): return dict(w=w), c.memory        # what the client sends, and what it keeps
-    def flaw(self, state, message): return ''                 # why a message cannot be aggregated, where its form does not tell
-    def aggregate(self, state, messages, weights):            # the next server state; m['client'] is who sent message m
+    def finish(self, w, c): return dict(w=w), c.memory # what the client sends, and what it keeps
+
+    # What the server makes of the answers
+    def flaw(self, state, message): return '' # why a message of the right form cannot be aggregated
+    def aggregate(self, state, messages, weights): # the next server state; m['client'] is who sent message m
         return dict(state, w=weighted_mean([m['w'] for m in messages], weights))
-    def aggregate_buffers(self, old, buffers, weights):       # the next BatchNorm statistics, from a list of the clients'
+    def aggregate_buffers(self, old, buffers, weights): # the next BatchNorm statistics, from the clients'
         return weighted_mean(buffers, weights)
-    def receive(self, c): return c.memory                     # what a client that was not drawn keeps of the newest message
-    def personal(self, c): return c.message['w']              # the model that is scored for a client
+
+    # What is left for the client
+    def receive(self, c): return c.memory # what a client that was not drawn keeps of the newest message
+    def personal(self, c): return c.message['w'] # the model that is scored for a client
 
 METHODS['fedavg'] = {FedAvg.__module__: FedAvg}
 
@@ -203,7 +221,8 @@ def work_of(
 def methods() -> dict: # Name to class
     "Every method there is"
     import_all()
-    return {n: next((c for m,c in found.items() if not m.startswith('fedbook.')), next(iter(found.values()))) for n,found in METHODS.items()}
+    return {n: next((c for m,c in found.items() if not m.startswith('fedbook.')), next(iter(found.values())))
+        for n,found in METHODS.items()}
 
 @lru_cache(maxsize=None)
 def import_all():
@@ -218,20 +237,25 @@ def called(
     "A single method's class; raises `Refused` where the name is unknown, or is that of two different classes"
     c = choose(name, methods(), 'method')
     for m,other in METHODS[name].items():
-        require(other is c or alike(other, c), f'There are two methods {name!r}, {c.__name__} of {c.__module__} and {other.__name__} of {m}; give one of them another name and start Python anew.')
+        require(other is c or alike(other, c),
+            f'There are two methods {name!r}, {c.__name__} of {c.__module__} and {other.__name__} of {m}; '
+            f'give one of them another name and start Python anew.')
     return c
 
 # %% ../nbs/01_foundations/30_method.ipynb #c72ec7de
 def combined(
     *names:str, # E.g. 'fedyogi', 'fedprox'
 ) -> type: # Its hooks are those of the first, which may call those of the second, and so on
-    "The class of a method, or of several at once; raises `Refused` for an unknown name and for one with two meanings"
+    """The class of a method, or of several at once;
+    raises `Refused` for an unknown name and for one with two meanings"""
     return joined(*map(called, names))
 
 @lru_cache(maxsize=None)
 def joined(*classes:type) -> type:
     "One class from several"
-    return classes[0] if len(classes)==1 else dataclass(frozen=True)(type('+'.join(c.__name__ for c in classes), classes, dict(__doc__=' with '.join(c.__doc__ for c in classes))))
+    return (classes[0] if len(classes)==1
+        else dataclass(frozen=True)(type('+'.join(c.__name__ for c in classes), classes,
+        dict(__doc__=' with '.join(c.__doc__ for c in classes)))))
 
 # %% ../nbs/01_foundations/30_method.ipynb #bdd05a05
 def method(

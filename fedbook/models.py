@@ -36,7 +36,8 @@ class Classifier(nn.Module):
 
     @classmethod
     def of(cls, module:nn.Module, head:str, name:str='') -> 'Classifier':
-        "A module of one's own, cut before its last layer, which has the name `head`; raises `Refused` for a name that it lacks"
+        """A module of one's own, cut before its last layer, which has the name `head`;
+        raises `Refused` for a name that it lacks"""
         choose(head, [k for k,_ in module.named_modules() if k], 'part of the model')
         body = deepcopy(module)
         last = body.get_submodule(head)
@@ -48,7 +49,8 @@ class Classifier(nn.Module):
         return next((m.in_features for m in self.head.modules() if isinstance(m, nn.Linear)), None)
 
     def _repr_markdown_(self):
-        return table(('model','parameters','features','weights'), (self.name, f'{n_parameters(self):,}', self.n_features, self.origin))
+        return table(('model','parameters','features','weights'),
+            (self.name, f'{n_parameters(self):,}', self.n_features, self.origin))
 
 # %% ../nbs/01_foundations/13_models.ipynb #c28fb1c0
 def n_parameters(
@@ -124,7 +126,8 @@ def cnn(
         body.add_module(f'relu{i}', nn.ReLU())
         body.add_module(f'pool{i}', nn.MaxPool2d(2))
         c,size = maps,(size + 2*padding - kernel + 1)//2
-    require(size > 0, f'Images of {image_size} pixels are too small for {len(channels)} convolutions with pooling.')
+    require(size > 0,
+        f'Images of {image_size} pixels are too small for {len(channels)} convolutions with pooling.')
     body.flatten = nn.Flatten()
     add_linear(body, c*size**2, hidden, dropout, relu)
     return Classifier(body, nn.Linear([c*size**2, *hidden][-1], n_classes))
@@ -133,9 +136,11 @@ def cnn(
 PAPER_CNNS = dict(
     cnn_fedcspack_fmnist = partial(cnn, channels=(10,20), padding=0, hidden=(256,50), dropout_maps=.5),
     cnn_fedcspack_emnist = partial(cnn, n_classes=62, kernel=3, padding=1, hidden=(1024,512), relu=False),
-    cnn_fedcspack_cifar = partial(cnn, in_channels=3, image_size=32, channels=(16,32,64), kernel=3, padding=1, hidden=(500,), dropout=.3),
+    cnn_fedcspack_cifar = partial(cnn, in_channels=3, image_size=32, channels=(16,32,64), kernel=3, padding=1,
+    hidden=(500,), dropout=.3),
     cnn_fedref_femnist = partial(cnn, n_classes=62, padding=0, hidden=(1024,)),
-    cnn_fedref_cinic = partial(cnn, in_channels=3, image_size=32, channels=(32,64,128), kernel=3, padding=1, hidden=(256,)))
+    cnn_fedref_cinic = partial(cnn, in_channels=3, image_size=32, channels=(32,64,128), kernel=3, padding=1,
+    hidden=(256,)))
 
 # %% ../nbs/01_foundations/13_models.ipynb #91e538f2
 def resnet(
@@ -168,11 +173,13 @@ def vit(
 ) -> Classifier: # Fresh
     "A vision transformer for small images"
     from fedbook.compat import timm
-    require(image_size % patch == 0, f'image_size must be a multiple of patch, and {image_size} is none of {patch}.')
+    require(image_size % patch == 0,
+        f'image_size must be a multiple of patch, and {image_size} is none of {patch}.')
     require(dim % heads == 0, f'dim must be a multiple of heads, and {dim} is none of {heads}.')
     make = timm().models.vision_transformer.VisionTransformer
     body = make(image_size, patch, in_channels, num_classes=0, embed_dim=dim, depth=depth, num_heads=heads)
-    for b in body.blocks: b.attn.fused_attn = False # the fused kernel has no batching rule: `vmap` would loop over it
+    # the fused kernel has no batching rule: `vmap` would loop over it
+    for b in body.blocks: b.attn.fused_attn = False
     return Classifier(body, nn.Linear(dim, n_classes))
 
 # %% ../nbs/01_foundations/13_models.ipynb #4434a341
@@ -185,13 +192,15 @@ def timm_model(
     arch:str, # timm's name, with or without a tag such as `.dino`
     n_classes:int=10, # Number of logits
     in_channels:int=3, # 1 for grey, 3 for colour
-    image_size:int=None, # Only for transformers, whose positions depend on it; `None`: the size of the published weights
+    # Only for transformers, whose positions depend on it; `None`: the size of the published weights
+    image_size:int=None,
 ) -> Classifier: # Fresh
     "A body by timm and a linear head"
     from fedbook.compat import timm
     size = dict(img_size=image_size) if image_size and timm_config(arch).fixed_input_size else {}
     body = timm().create_model(arch, pretrained=False, num_classes=0, in_chans=in_channels, **size)
-    return Classifier(body, nn.Linear(getattr(body, 'head_hidden_size', None) or body.num_features, n_classes))
+    return Classifier(body,
+        nn.Linear(getattr(body, 'head_hidden_size', None) or body.num_features, n_classes))
 
 # %% ../nbs/01_foundations/13_models.ipynb #216a3593
 def timm_config(
@@ -221,10 +230,13 @@ def build(
     seed:int=0, # Of the fresh weights
     **settings, # The model's own, e.g. `hidden` of mlp or `stem` of resnet18
 ) -> Classifier: # On the CPU, in float32
-    "Make a model; raises `Refused` for unknown names and settings, and for weights that are missing or do not fit"
+    """Make a model; raises `Refused` for unknown names and settings, and for weights that are missing or do
+    not fit"""
     make = builder(name)
-    sizes = {k: v for k,v in dict(n_classes=n_classes, in_channels=in_channels, image_size=image_size).items() if v is not None}
-    for k,v in sizes.items(): require(isinstance(v, int) and v > 0, f'{k} must be a positive whole number, not {v!r}.')
+    sizes = {k: v for k,v in dict(n_classes=n_classes, in_channels=in_channels, image_size=image_size).items()
+        if v is not None}
+    for k,v in sizes.items():
+        require(isinstance(v, int) and v > 0, f'{k} must be a positive whole number, not {v!r}.')
     own = [k for k in signature(make).parameters if k not in ('n_classes','in_channels','image_size')]
     for k in settings: choose(k, own, f'setting of {name}')
     with seeded(seed, 'weights', name.removeprefix('timm:')): model = make(**sizes, **settings)
@@ -253,19 +265,22 @@ class Net:
     "A module as functions of its weights; what is `frozen` keeps its values and is always in evaluation mode"
     def __init__(self,
         module:nn.Module, # Usually a `Classifier`; it is copied, and never changed
-        frozen:tuple[str,...]|str=(), # Names, or their beginnings up to a dot, of what does not train, e.g. 'body'
+        # Names, or their beginnings up to a dot, of what does not train, e.g. 'body'
+        frozen:tuple[str,...]|str=(),
         device:str='cpu', # Where the copy lives
     ):
         self.module = deepcopy(module).requires_grad_(False).to(device).eval()
         self.frozen = (frozen,) if isinstance(frozen, str) else tuple(frozen)
-        modules,params,buffers = (dict(f()) for f in (self.module.named_modules, self.module.named_parameters, self.module.named_buffers))
+        modules,params,buffers = (dict(f())
+            for f in (self.module.named_modules, self.module.named_parameters, self.module.named_buffers))
         for f in self.frozen: choose(f, [*modules, *params, *buffers], 'part of the model')
         self._weights = {k: v for k,v in params.items() if not lies_in(k, self.frozen)}
         self._buffers = {k: v for k,v in buffers.items() if not lies_in(k, self.frozen)}
         self.moving = [(k, m) for k,m in modules.items() if not lies_in(k, self.frozen)]
         self.mode = False # Which parts are in training mode: all, none, or those of some names
         names = {id(t): k for k,t in (self._weights | self._buffers).items()}
-        slots = [(names[id(t)], d, k, t) for m in modules.values() for d in (m._parameters, m._buffers) for k,t in d.items() if id(t) in names]
+        slots = [(names[id(t)], d, k, t) for m in modules.values() for d in (m._parameters, m._buffers)
+            for k,t in d.items() if id(t) in names]
         self._slots = {part: [s for s in slots if s[0].startswith(part)] for part in ('','body.','head.')}
 
     def weights(self) -> dict: # Name to tensor
@@ -279,7 +294,8 @@ class Net:
     def freeze(self, *names:str) -> 'Net': # The same network where they are frozen already
         "The network with further parts frozen"
         still = [f for f in names if not lies_in(f, self.frozen)]
-        return Net(self.module, (*self.frozen, *still), next(self.module.parameters()).device) if still else self
+        return Net(self.module, (*self.frozen, *still),
+            next(self.module.parameters()).device) if still else self
 
     def at(self, w:dict, buffers:dict={}) -> 'Net': # Names that the module lacks do no harm
         "The same network with other fresh weights, for what begins there"
@@ -299,7 +315,8 @@ class Net:
             for _,d,k,own in self._slots[part]: d[k] = own
 
     def logits(self, w:dict, buffers:dict, x:Tensor, train:bool|tuple=False) -> Tensor: # [b, classes]
-        "The model at weights `w`; with `train`, or in the parts that it names, dropout is on and BatchNorm updates `buffers` in place"
+        """The model at weights `w`; with `train`, or in the parts that it names, dropout is on and BatchNorm
+        updates `buffers` in place"""
         return self._lend('', self.module, w, buffers, x, train)
 
     def features(self, w:dict, buffers:dict, x:Tensor, train:bool|tuple=False) -> Tensor: # [b, d]
@@ -313,8 +330,10 @@ class Net:
     def _repr_markdown_(self):
         values = lambda d: f'{sum(t.numel() for t in d.values()):,}'
         return table(('model','parameters','trainable','moving buffers','features','frozen'),
-                     (getattr(self.module, 'name', '') or type(self.module).__name__, f'{n_parameters(self.module):,}', values(self._weights),
-                      values(self._buffers), getattr(self.module, 'n_features', '–'), ', '.join(self.frozen) or '–'))
+                     (getattr(self.module, 'name', '') or type(self.module).__name__,
+                     f'{n_parameters(self.module):,}', values(self._weights),
+                      values(self._buffers), getattr(self.module, 'n_features', '–'),
+                      ', '.join(self.frozen) or '–'))
 
 # %% ../nbs/01_foundations/13_models.ipynb #56cfd6f3
 def read_weights(
@@ -323,10 +342,12 @@ def read_weights(
     "The tensors of a file; raises `Refused` where it is missing or damaged"
     from safetensors import SafetensorError
     from safetensors.torch import load_file
-    require(Path(path).suffix == '.safetensors', f'Weights are read from .safetensors files only, and {path} is none.')
+    require(Path(path).suffix == '.safetensors',
+        f'Weights are read from .safetensors files only, and {path} is none.')
     require(Path(path).is_file(), f'There is no weights file {path}.')
     try: return load_file(path)
-    except (SafetensorError, OSError) as e: raise Refused(f'The weights file {path} is damaged ({e}); delete it and fetch it again.') from e
+    except (SafetensorError, OSError) as e:
+        raise Refused(f'The weights file {path} is damaged ({e}); delete it and fetch it again.') from e
 
 # %% ../nbs/01_foundations/13_models.ipynb #3f2b490e
 def load_body(
@@ -336,11 +357,15 @@ def load_body(
 ):
     "Copy `tensors` into the body; raises `Refused` naming the first key that does not fit"
     wanted = model.body.state_dict()
-    given = {k: v for k,v in tensors.items() if k in wanted or k.split('.')[0] not in ('fc','head','classifier')}
+    given = {k: v for k,v in tensors.items() if k in wanted
+        or k.split('.')[0] not in ('fc','head','classifier')}
     for k,v in wanted.items():
-        if k.endswith('num_batches_tracked'): given[k] = given.get(k, v).reshape(v.shape) if given.get(k, v).numel() == 1 else v
+        if k.endswith('num_batches_tracked'):
+            given[k] = given.get(k, v).reshape(v.shape) if given.get(k, v).numel() == 1 else v
         require(k in given, f'The weights {source} do not fit {model.name}: they lack {k!r}.')
-        require(given[k].shape == v.shape, f'The weights {source} do not fit {model.name}: {k!r} is {list(given[k].shape)}, not {list(v.shape)}.')
+        require(given[k].shape == v.shape,
+            f'The weights {source} do not fit {model.name}: {k!r} is {list(given[k].shape)}, not '
+            f'{list(v.shape)}.')
     for k in given: require(k in wanted, f'The weights {source} do not fit {model.name}: it has no {k!r}.')
     model.body.load_state_dict(given)
     model.origin = source
@@ -352,7 +377,8 @@ def weights_fingerprint(
     "A short hash of all parameters and buffers: names, types, shapes and values"
     parts = []
     for k,t in sorted(module.state_dict().items()):
-        parts += [[k, str(t.dtype), list(t.shape)], t.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()]
+        parts += [[k, str(t.dtype), list(t.shape)],
+            t.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()]
     return fingerprint(*parts)
 
 # %% ../nbs/01_foundations/13_models.ipynb #abf60d8d
@@ -364,7 +390,9 @@ def local_weights(
     files = sorted((data_dir()/'weights').glob('*.safetensors'))
     exact = [f for f in files if words(f.stem) == words(name)]
     found = exact or [f for f in files if words(name) in words(f.stem)]
-    require(len(found) < 2, f'Several files in {data_dir()/"weights"} may be the weights of {name}: {", ".join(f.name for f in found)}; keep one.')
+    require(len(found) < 2,
+        f'Several files in {data_dir()/"weights"} may be the weights of {name}: '
+        f'{", ".join(f.name for f in found)}; keep one.')
     return found[0] if found else None
 
 # %% ../nbs/01_foundations/13_models.ipynb #57699e5b
@@ -376,7 +404,8 @@ def hub_weights(
     from huggingface_hub import constants, hf_hub_download, try_to_load_from_cache
     cached = try_to_load_from_cache(repo, 'model.safetensors')
     if isinstance(cached, str): return Path(cached)
-    offline = any(os.environ.get(v, '').lower() in ('1','true','yes','on') for v in ('FEDBOOK_OFFLINE','HF_HUB_OFFLINE'))
+    offline = any(os.environ.get(v, '').lower() in ('1','true','yes','on')
+        for v in ('FEDBOOK_OFFLINE','HF_HUB_OFFLINE'))
     require(not offline, f'{why} (offline by request)')
     require(reachable(constants.ENDPOINT), f'{why} (the hub cannot be reached)')
     try: return Path(hf_hub_download(repo, 'model.safetensors'))
@@ -399,25 +428,33 @@ def reachable(
 def own_weights(
     name:str, # The model's name
 ) -> Path|None: # `None` where there is none
-    "The weights that fedbook carries for `name`; raises `Refused` where the file is not the one that was released"
+    """The weights that fedbook carries for `name`;
+    raises `Refused` where the file is not the one that was released"""
     assets = Path(__file__).parent/'assets'
     known = tomllib.loads((assets/'weights.toml').read_text()).get(name)
     if known is None: return None
     path = assets/'weights'/known['file']
-    require(path.is_file() and hashlib.sha256(path.read_bytes()).hexdigest()==known['sha256'], f'The weights {path} are damaged; install fedbook again.')
+    require(path.is_file() and hashlib.sha256(path.read_bytes()).hexdigest()==known['sha256'],
+        f'The weights {path} are damaged; install fedbook again.')
     return path
 
 # %% ../nbs/01_foundations/13_models.ipynb #82a78bc6
 def load_pretrained(
     model:Classifier, # Made by `build`; its body receives the weights
 ):
-    "Published weights for the body, from a local file, the package or the hub; raises `Refused` where there are none"
-    arch = dict(resnet18='resnet18.tv_in1k', resnet50='resnet50.tv_in1k').get(model.name, model.name.removeprefix('timm:'))
+    """Published weights for the body, from a local file, the package or the hub;
+    raises `Refused` where there are none"""
+    arch = dict(resnet18='resnet18.tv_in1k', resnet50='resnet50.tv_in1k').get(model.name,
+        model.name.removeprefix('timm:'))
     config = timm_config(arch) if arch not in MODELS or ':' in model.name else None
     path = local_weights(model.name.removeprefix('timm:')) or own_weights(model.name)
     if path is None:
-        why = f'There are no weights for {model.name}: neither is there {data_dir()/"weights"/arch}.safetensors'
+        why = (f'There are no weights for {model.name}: neither is there '
+            f'{data_dir()/"weights"/arch}.safetensors')
         require(bool(config and config.hf_hub_id), f'{why}, nor are any published; use pretrained=False.')
-        repo = config.hf_hub_id if not config.hf_hub_id.endswith('/') else f'{config.hf_hub_id}{config.architecture}.{config.tag}'
-        path = hub_weights(repo, f'{why}, nor could they be fetched; on a machine with a network download model.safetensors of {repo} from the hub and save it there')
+        repo = (config.hf_hub_id if not config.hf_hub_id.endswith('/')
+            else f'{config.hf_hub_id}{config.architecture}.{config.tag}')
+        path = hub_weights(repo,
+            f'{why}, nor could they be fetched; on a machine with a network download model.safetensors of '
+            f'{repo} from the hub and save it there')
     load_body(model, read_weights(path), path.name if path.name != 'model.safetensors' else arch)

@@ -43,7 +43,8 @@ class Adam(Checked):
 
     def init(self, w:dict) -> dict:
         "The state before the first step"
-        return dict(m=tmap(torch.zeros_like, w), s=tmap(torch.zeros_like, w), t=dict(t=torch.zeros((), dtype=torch.float64, device=next(iter(w.values())).device)))
+        return dict(m=tmap(torch.zeros_like, w), s=tmap(torch.zeros_like, w),
+            t=dict(t=torch.zeros((), dtype=torch.float64, device=next(iter(w.values())).device)))
 
     def decay(self, w:dict, g:dict, lr:float) -> tuple[dict, dict]:
         "Where the weight decay enters: here, the gradient"
@@ -127,6 +128,7 @@ class Warmup(Schedule):
 # %% ../nbs/01_foundations/14_optim.ipynb #49a47ffb
 def warmup_then(ticks:int=5, start:float=.1, then:dict=None, per:str='batch') -> Warmup:
     "`Warmup` from plain settings; `then` is a dict with a schedule's name"
-    return Warmup(per=per, ticks=ticks, start=start, then=make(SCHEDULES, 'schedule', **(then or dict(name='constant'))))
+    return Warmup(per=per, ticks=ticks, start=start,
+        then=make(SCHEDULES, 'schedule', **(then or dict(name='constant'))))
 
 SCHEDULES = dict(constant=Schedule, cosine=Cosine, restarts=Restarts, warmup=warmup_then)

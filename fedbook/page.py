@@ -41,7 +41,9 @@ def inline(
 ) -> str: # With MathML
     "The formulas of a text between dollar signs, one for a line, two for a paragraph"
     from latex2mathml.converter import convert
-    def shown(m): return convert(unescape(m[1] or m[2]).replace(r'\tfrac', r'\frac'), display='block' if m[1] else 'inline')
+    def shown(m):
+        return convert(unescape(m[1] or m[2]).replace(r'\tfrac', r'\frac'),
+            display='block' if m[1] else 'inline')
     parts = TAGS.split(text)
     parts[::2] = [re.sub(r'\$\$([^$]+)\$\$|\$([^$]+)\$', shown, p) for p in parts[::2]]
     return ''.join(parts)
@@ -56,7 +58,8 @@ def badge(
 ) -> str: # HTML
     "A verdict: its first words in a colour, the rest as text"
     word,_,rest = re.sub(r'\s*[:(]\s*', '|', verdict, count=1).partition('|')
-    return f'<b class="badge {COLOURS.get(word, "open")}">{escape(word)}</b> {escape(rest.rstrip(")") if "(" in verdict else rest)}'
+    return (f'<b class="badge {COLOURS.get(word, "open")}">{escape(word)}</b> '
+        f'{escape(rest.rstrip(")") if "(" in verdict else rest)}')
 
 # %% ../nbs/01_foundations/55_page.ipynb #a08e6cc7
 def ruling(
@@ -75,8 +78,10 @@ def claims(
     "What becomes of the paper's claims"
     if not (folder/'claims.csv').exists(): return ''
     with (folder/'claims.csv').open(encoding='utf-8', newline='') as f: rows = list(csv.DictReader(f))
-    groups = groupby(rows, lambda r: (': '.join(r[k] for k in ('where','claim') if r.get(k)), r.get(PRINT, '')))
-    def item(claim, printed, rs): return f'<li>{inline(escape(claim))}{f" <small>({PRINT}: {escape(printed)})</small>"*bool(printed)}{"".join(map(ruling, rs))}</li>'
+    groups = groupby(rows, lambda r: (': '.join(r[k] for k in ('where','claim') if r.get(k)),
+        r.get(PRINT, '')))
+    def item(claim, printed, rs):
+        return f'<li>{inline(escape(claim))}{f" <small>({PRINT}: {escape(printed)})</small>"*bool(printed)}{"".join(map(ruling, rs))}</li>'
     return '<ul class="claims">'+''.join(item(*k, rs) for k,rs in groups)+'</ul>'
 
 # %% ../nbs/01_foundations/55_page.ipynb #465ede92
@@ -97,8 +102,11 @@ def pictures(
     def shown(p):
         w,h = size(p)
         what = ' '.join(filter(None, [label(m.experiment.id), p.parent.name if p.parent!=m.folder else '']))
-        at,words = p.relative_to(base).as_posix(),escape(f'Picture of {what or "this result"}: {m.experiment.title}, profile {m.profile}')
-        return f'<a class="box" href="{at}"><img src="{at}" alt="{words}" width="{w*4//3}" height="{h*4//3}" loading="lazy"></a>'
+        at,words = p.relative_to(base).as_posix(),escape(
+            f'Picture of {what or "this result"}: {m.experiment.title}, profile {m.profile}')
+        return (f'<a class="box" href="{at}"><img src="{at}" alt="{words}" width="{w*4//3}" '
+            f'height="{h*4//3}" '
+            f'loading="lazy"></a>')
     return ''.join(map(shown, found))
 
 # %% ../nbs/01_foundations/55_page.ipynb #1bef478c
@@ -109,7 +117,8 @@ def table(
     if not (folder/'table.html').exists(): return ''
     text = inline((folder/'table.html').read_text(encoding='utf-8'))
     n = text.partition('<tbody>')[2].count('<tr>')
-    boxed = text.replace('<table>', '<div class="box" tabindex="0"><table>').replace('</table>', '</table></div>')
+    boxed = text.replace('<table>', '<div class="box" tabindex="0"><table>').replace('</table>',
+        '</table></div>')
     return f'<details><summary>Table, {n} {"row" if n==1 else "rows"}</summary>{boxed}</details>'
 
 # %% ../nbs/01_foundations/55_page.ipynb #1f6a7e45
@@ -118,7 +127,8 @@ def links(
     base:Path, # The page's folder
 ) -> str: # HTML
     "What lies behind a result"
-    files = [('notebook.html','notebook'), ('rows.jsonl','rows'), ('numbers.csv','numbers'), ('provenance.json','provenance')]
+    files = [('notebook.html','notebook'), ('rows.jsonl','rows'), ('numbers.csv','numbers'),
+        ('provenance.json','provenance')]
     at = folder.relative_to(base).as_posix()
     return ' · '.join(f'<a href="{at}/{n}">{t}</a>' for n,t in files if (folder/n).exists())
 
@@ -140,7 +150,8 @@ def card(
     first,*rest = runs
     e,name = first.experiment,label(first.experiment.id)
     title = e.title if not name or e.title.startswith(name) else f'{name}. {e.title}'
-    others = ''.join(f'<details><summary>Profile {escape(m.profile)}</summary>{body(m, base)}</details>' for m in rest)
+    others = ''.join(f'<details><summary>Profile {escape(m.profile)}</summary>{body(m, base)}</details>'
+        for m in rest)
     return f'<article id="{e.id}"><h3>{escape(title)}</h3>{body(first, base)}{others}</article>\n'
 
 # %% ../nbs/01_foundations/55_page.ipynb #f8c07c87
@@ -183,8 +194,10 @@ document.querySelectorAll('section').forEach(s=>{s.hidden=![...s.querySelectorAl
 document.querySelector('output').textContent=cards.filter(c=>!c.hidden).length+' of '+cards.length+' shown'})"""
 
 # %% ../nbs/01_foundations/55_page.ipynb #5a8c756f
-HEAD = '<!doctype html><html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width,initial-scale=1">'
-INTRO = ('Five papers on personalised federated learning, re-run table by table. Each card says first what becomes of the paper’s claims; the table '
+HEAD = ('<!doctype html><html lang="en"><head><meta charset="utf-8"><meta name="viewport" '
+    'content="width=device-width,initial-scale=1">')
+INTRO = ('Five papers on personalised federated learning, re-run table by table. Each card says first what '
+    'becomes of the paper’s claims; the table '
     'holds printed values beside ours, and names what stands in for the paper’s data, model or scale.')
 
 # %% ../nbs/01_foundations/55_page.ipynb #6d24b75d
@@ -194,16 +207,22 @@ def page(
 ) -> str: # HTML
     "The page of everything that was made"
     tables,known = ranked(made),papers()
-    def of(p, smoke): return [card(r, base) for r in tables if r[0].experiment.id.startswith(p.id) and r[0].profile.startswith('smoke')==smoke]
+    def of(p, smoke):
+        return [card(r, base) for r in tables if r[0].experiment.id.startswith(p.id)
+            and r[0].profile.startswith('smoke')==smoke]
     chapters = ''.join(chapter(p, of(p, False)) for p in known)
     smoke = ''.join(c for p in known for c in of(p, True))
-    last = f'<section id="smoke"><h2>Smoke runs only</h2><p class="about">Seconds on embedded images: these show that the code runs, and test no claim.</p>{smoke}</section>' if smoke else ''
+    last = (f'<section id="smoke"><h2>Smoke runs only</h2><p class="about">Seconds on embedded images: these '
+        f'show that the code runs, and test no claim.</p>{smoke}</section>' if smoke else '')
     nav = ''.join(f'<a href="#{i}">{i}</a>' for i in re.findall(r'<section id="([^"]+)"', chapters+last))
-    top = f'<h1>fedbook</h1><p>{INTRO}</p><nav>{nav}</nav><p><input type="search" placeholder="Search: a method, a claim, a verdict" aria-label="Search"> <output></output></p>'
+    top = (f'<h1>fedbook</h1><p>{INTRO}</p><nav>{nav}</nav><p><input type="search" placeholder="Search: a '
+        f'method, a claim, a verdict" aria-label="Search"> <output></output></p>')
     return f'{HEAD}<title>fedbook</title><style>{STYLE}</style></head><body>{top}<main>\n{chapters}{last}</main><script>{SEARCH}</script></body></html>\n'
 
 # %% ../nbs/01_foundations/55_page.ipynb #957394aa
-CODE = '.highlight,.output_area{overflow-x:auto}pre{margin:.3rem 0;font-size:.8rem}.output_area{margin-left:1rem}.highlight{background:#fff;color:#222;padding:.1rem .6rem;border-radius:.3rem}.anchor-link{display:none}'
+CODE = ('.highlight,.output_area{overflow-x:auto}pre{margin:.3rem '
+    '0;font-size:.8rem}.output_area{margin-left:1rem}.highlight{background:#fff;color:#222;padding:.1rem '
+    '.6rem;border-radius:.3rem}.anchor-link{display:none}')
 
 # %% ../nbs/01_foundations/55_page.ipynb #6f8382e9
 def notebook_page(
@@ -214,7 +233,8 @@ def notebook_page(
     if to.exists() and to.stat().st_mtime >= nb.stat().st_mtime: return
     from nbconvert import HTMLExporter
     from pygments.formatters import HtmlFormatter
-    html,_ = HTMLExporter(template_name='basic', exclude_input_prompt=True, exclude_output_prompt=True).from_filename(str(nb))
+    html,_ = HTMLExporter(template_name='basic', exclude_input_prompt=True,
+        exclude_output_prompt=True).from_filename(str(nb))
     colours = HtmlFormatter().get_style_defs('.highlight')
     head = f'{HEAD}<title>{escape(" ".join(nb.parts[-4:-1]))}</title><style>{STYLE}{CODE}{colours}</style></head>'
     with writing(to) as part: part.write_text(f'{head}<body>{inline(html)}</body></html>\n', encoding='utf-8')

@@ -79,7 +79,8 @@ def value_in(
     for k in cell: choose(k, [*t.index, *t.fixed], f'coordinate in {t.id}')
     found = [c for c in t.cells if all({**t.fixed, **c}[k]==v for k,v in cell.items())]
     if len(found) == 1: return found[0][metric]
-    there = '; '.join(f'{k}: {", ".join(str(v) for v in dict.fromkeys(c[k] for c in t.cells))}' for k in t.index)
+    there = '; '.join(f'{k}: {", ".join(str(v) for v in dict.fromkeys(c[k] for c in t.cells))}'
+        for k in t.index)
     raise Refused(f'{cell} names {len(found)} cells of {t.id}, not one; it has {there}.')
 
 # %% ../nbs/01_foundations/41_papers.ipynb #f5d9787a
@@ -101,7 +102,8 @@ def printed_table(
     digits = {m: max(len(str(c[m]).partition('.')[2]) for c in t.cells) for m in t.metrics}
     rows = [[*(c[k] for k in t.index), *(text(c, b, m) for m in t.metrics)] for c,b in zip(t.cells, t.bold)]
     shared = [f'For all cells: {", ".join(f"{k} = {v}" for k,v in t.fixed.items())}.'] if t.fixed else []
-    notes = [f'Printed in {t.where}; * is bold in the paper.', *shared, *(f'Not said: {s}.' for s in t.silent)]
+    notes = [f'Printed in {t.where}; * is bold in the paper.', *shared,
+        *(f'Not said: {s}.' for s in t.silent)]
     return Table(pd.DataFrame(rows, columns=[t.columns[k] for k in [*t.index, *t.metrics]]), t.title, notes)
 
 # %% ../nbs/01_foundations/41_papers.ipynb #239ad918

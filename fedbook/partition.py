@@ -78,7 +78,8 @@ def draw_table(
 @dataclass(frozen=True, eq=False, repr=False)
 class Partition:
     "Who holds which samples; shows itself as a heat map of classes by clients"
-    clients: list[np.ndarray] # Per client, sorted int64 indices into the labels; one that is there twice counts twice
+    # Per client, sorted int64 indices into the labels; one that is there twice counts twice
+    clients: list[np.ndarray]
     scheme: str # Name of the scheme
     settings: dict # Its settings, the seed included, as JSON values
     n: int # Number of samples there were
@@ -91,10 +92,12 @@ class Partition:
     def sizes(self): return np.array([len(c) for c in self.clients])
 
     def counts(self, labels=None) -> np.ndarray:
-        "[n_clients, n_classes], samples of each class; `labels` only where they are others than the scheme was given"
+        """[n_clients, n_classes], samples of each class;
+        `labels` only where they are others than the scheme was given"""
         if labels is None: return self.table
         labels = class_labels(labels)
-        require(len(labels) == self.n, f'The partition is one of {self.n} samples, but there are {len(labels)} labels.')
+        require(len(labels) == self.n,
+            f'The partition is one of {self.n} samples, but there are {len(labels)} labels.')
         return class_counts(self.clients, labels)
 
     def shares(self, labels=None) -> np.ndarray:
@@ -104,7 +107,8 @@ class Partition:
 
     def __repr__(self):
         s,settings = self.sizes, ', '.join(f'{k}={v!r}' for k,v in self.settings.items())
-        return (f'{self.scheme}({settings})\nsizes {s.min()} / {np.median(s):g} / {s.max()} (min / median / max); '
+        return (f'{self.scheme}({settings})\nsizes {s.min()} / {np.median(s):g} / {s.max()} (min / median / '
+            f'max); '
                 f'moved {self.moved:.1%}, dropped {self.dropped:.1%}, shared {self.shared:.1%}')
 
     def heatmap(self, ax=None):
@@ -126,7 +130,8 @@ def partition(
 ) -> Partition:
     "A `Partition`, with what was dropped and shared counted"
     n, held = len(labels), np.bincount(np.concatenate([np.unique(c) for c in clients]), minlength=len(labels))
-    return Partition(clients, scheme, settings, n, moved/n, float((held==0).mean()), float((held>1).mean()), class_counts(clients, labels))
+    return Partition(clients, scheme, settings, n, moved/n, float((held==0).mean()), float((held>1).mean()),
+        class_counts(clients, labels))
 
 # %% ../nbs/01_foundations/12_partition.ipynb #5eeb6441
 def class_labels(
@@ -134,10 +139,13 @@ def class_labels(
 ) -> np.ndarray: # int64
     "`labels` as an array; raises `Refused` unless they are class numbers"
     labels = np.asarray(labels)
-    require(labels.ndim == 1 and labels.size > 0, f'labels must hold one class number per sample, not have shape {labels.shape}.')
-    require(labels.dtype.kind in 'iub', f'labels must be whole class numbers such as 0, 1, 2, not {labels.dtype}.')
+    require(labels.ndim == 1 and labels.size > 0,
+        f'labels must hold one class number per sample, not have shape {labels.shape}.')
+    require(labels.dtype.kind in 'iub',
+        f'labels must be whole class numbers such as 0, 1, 2, not {labels.dtype}.')
     low,high = int(labels.min()), int(labels.max())
-    require(0 <= low and high < 100_000, f'labels must be class numbers from 0 to 99999, not from {low} to {high}.')
+    require(0 <= low and high < 100_000,
+        f'labels must be class numbers from 0 to 99999, not from {low} to {high}.')
     return labels.astype(np.int64)
 
 # %% ../nbs/01_foundations/12_partition.ipynb #ce512067
@@ -161,7 +169,8 @@ def positive(
     value, # The number
 ) -> float:
     "`value` as a float; raises `Refused` unless it is finite and above 0"
-    ok = isinstance(value, (int,float,np.integer,np.floating)) and not isinstance(value, bool) and 0 < value < float('inf')
+    ok = (isinstance(value, (int,float,np.integer,np.floating)) and not isinstance(value, bool)
+        and 0 < value < float('inf'))
     require(ok, f'{name} must be a finite number above 0, not {value!r}.')
     return float(value)
 
@@ -173,7 +182,8 @@ def check(
 ) -> tuple[np.ndarray, int, int]: # The three, in their proper types
     "What every scheme checks"
     labels = class_labels(labels)
-    return labels, whole('n_clients', n_clients, 1, len(labels), ', the number of samples'), whole('seed', seed)
+    return (labels, whole('n_clients', n_clients, 1, len(labels), ', the number of samples'),
+        whole('seed', seed))
 
 # %% ../nbs/01_foundations/12_partition.ipynb #1ac15bcb
 def equal_sizes(
@@ -233,9 +243,12 @@ def classes_per_client(
     labels,n_clients,seed = check(labels, n_clients, seed)
     counts = np.bincount(labels)
     there = np.flatnonzero(counts)
-    classes, fewest = whole('classes', classes, 1, len(there), ', the number of classes'), int(counts[there].min())
+    classes, fewest = (whole('classes', classes, 1, len(there), ', the number of classes'),
+        int(counts[there].min()))
     most = fewest*len(there)//classes
-    require(n_clients <= most, f'{n_clients} clients with {classes} classes each are too many, for the smallest class has {fewest} samples; '
+    require(n_clients <= most,
+        f'{n_clients} clients with {classes} classes each are too many, for the smallest class has {fewest} '
+        f'samples; '
                                f'at most {most} clients can be served.')
     owns = np.zeros((n_clients,len(counts)), bool)
     owns[:,there] = hand_out(n_clients, len(there), classes, stream(seed, 'classes_per_client', 'owners'))
@@ -259,7 +272,8 @@ def shards_with_replacement(
     for _ in range(n_clients):
         drawn = [shards[c][rng.integers(len(shards[c]))] for c in rng.integers(len(shards), size=classes)]
         clients.append(np.sort(np.concatenate(drawn), kind='stable'))
-    return partition('shards_with_replacement', clients, labels, n_clients=n_clients, classes=classes, seed=seed)
+    return partition('shards_with_replacement', clients, labels, n_clients=n_clients,
+        classes=classes, seed=seed)
 
 # %% ../nbs/01_foundations/12_partition.ipynb #e4223b61
 def log_dirichlet(
@@ -323,7 +337,8 @@ def table_by_client(
     for k,size in enumerate(equal_sizes(counts.sum(), n_clients)):
         while size:
             row = np.where(left > 0, logits[k], -np.inf)
-            drawn = np.minimum(rng.multinomial(size, softmax(row) if row.max() > -np.inf else left/left.sum()), left)
+            drawn = np.minimum(rng.multinomial(size,
+                softmax(row) if row.max() > -np.inf else left/left.sum()), left)
             table[k,there] += drawn
             left, size = left-drawn, size-drawn.sum()
     return table
@@ -347,7 +362,8 @@ def cut_level(
 # %% ../nbs/01_foundations/12_partition.ipynb #f80cb738
 def top_up(
     table:np.ndarray, # [n_clients, n_classes]
-    min_size:int, # Samples that each client must have; `n_clients*min_size` must not exceed the sum of `table`
+    # Samples that each client must have; `n_clients*min_size` must not exceed the sum of `table`
+    min_size:int,
     rng:np.random.Generator, # Chooses what is moved
 ) -> tuple[np.ndarray, int]: # The new table, and the number of samples moved
     "Move samples from the largest clients to those with fewer than `min_size`"
@@ -386,7 +402,9 @@ def check_min_size(
 ) -> int: # `min_size`
     "Raise `Refused` where `n` samples cannot give `n_clients` so many"
     min_size = whole('min_size', min_size, 0)
-    require(n_clients*min_size <= n, f'{n_clients} clients with at least {min_size} samples each need {n_clients*min_size}, and there are {n}; '
+    require(n_clients*min_size <= n,
+        f'{n_clients} clients with at least {min_size} samples each need {n_clients*min_size}, and there are '
+        f'{n}; '
             + f'possible are min_size={n//n_clients} or {n//min_size if min_size else n} clients.')
     return min_size
 
@@ -424,7 +442,8 @@ def dh_classes(
     "The number of classes per client at a DH-level"
     ok = isinstance(level, (int,float,np.integer,np.floating)) and level == level
     near = min(LEVELS, key=lambda l: abs(l-level)) if ok else 0
-    require(ok and level == near, f'There is no DH-level {level!r}; the nearest of {", ".join(map(str, LEVELS))} is {near}.')
+    require(ok and level == near,
+        f'There is no DH-level {level!r}; the nearest of {", ".join(map(str, LEVELS))} is {near}.')
     return max(1, round(n_classes*max(100-near, 10)/100))
 
 # %% ../nbs/01_foundations/12_partition.ipynb #7d79410f
@@ -437,9 +456,12 @@ def check_dh(
     m, n_classes = dh_classes(level, len(counts)), len(counts)
     step = n_classes//gcd(n_classes, m)
     near, owners = max(step, step*round(n_clients/step)), n_clients*m//n_classes
-    require(n_clients%step == 0, f'At DH-level {level} each client has {m} of {n_classes} classes, so n_clients must be a multiple of {step}, '
+    require(n_clients%step == 0,
+        f'At DH-level {level} each client has {m} of {n_classes} classes, so n_clients must be a multiple of '
+        f'{step}, '
                                  f'e.g. {near}, not {n_clients}.')
-    require(counts.min() >= 3*owners//2, f'{owners} clients hold each class at DH-level {level}, so each class needs at least '
+    require(counts.min() >= 3*owners//2,
+        f'{owners} clients hold each class at DH-level {level}, so each class needs at least '
                                          f'{3*owners//2} samples; the smallest has {counts.min()}.')
     return m
 
@@ -472,11 +494,14 @@ def quantity_skew(
 ) -> Partition: # Disjoint and complete
     "Sizes from a Dirichlet draw, contents at random"
     labels,n_clients,seed = check(labels, n_clients, seed)
-    alpha, min_size, one = positive('alpha', alpha), check_min_size(min_size, len(labels), n_clients), np.zeros_like(labels)
-    table = enough(lambda i: table_by_class(np.array([len(labels)]), n_clients, alpha, stream(seed, 'quantity_skew', i)), min_size)
+    alpha, min_size, one = (positive('alpha', alpha), check_min_size(min_size, len(labels), n_clients),
+        np.zeros_like(labels))
+    table = enough(lambda i: table_by_class(np.array([len(labels)]), n_clients, alpha,
+        stream(seed, 'quantity_skew', i)), min_size)
     table,moved = top_up(table, min_size, stream(seed, 'quantity_skew', 'moved'))
     clients = deal(one, table, stream(seed, 'quantity_skew', 'samples'))
-    return partition('quantity_skew', clients, labels, moved, n_clients=n_clients, alpha=alpha, seed=seed, min_size=min_size)
+    return partition('quantity_skew', clients, labels, moved, n_clients=n_clients, alpha=alpha, seed=seed,
+        min_size=min_size)
 
 # %% ../nbs/01_foundations/12_partition.ipynb #a9736e5e
 def merge_groups(
@@ -498,7 +523,8 @@ def group_numbers(
     "Groups as numbers from 0; raises `Refused` unless they are names or whole numbers"
     groups = np.asarray(groups)
     if groups.dtype == object and all(isinstance(g, str) for g in groups.flat): groups = groups.astype(str)
-    require(groups.ndim == 1 and groups.size > 0, f'groups must hold one group per sample, not have shape {groups.shape}.')
+    require(groups.ndim == 1 and groups.size > 0,
+        f'groups must hold one group per sample, not have shape {groups.shape}.')
     require(groups.dtype.kind in 'iubUS', f'groups must be names or whole numbers, not {groups.dtype}.')
     return np.unique(groups, return_inverse=True)[1]
 
@@ -511,8 +537,11 @@ def by_group(
 ) -> Partition: # Disjoint and complete
     "One client per group, or groups joined into `n_clients` of nearly equal size"
     number, seed = group_numbers(groups), whole('seed', seed)
-    labels, sizes = class_labels(np.zeros(len(number), int) if labels is None else labels), np.bincount(number)
-    require(len(labels) == len(number), f'There must be one label and one group per sample, not {len(labels)} labels and {len(number)} groups.')
+    labels, sizes = (class_labels(np.zeros(len(number), int) if labels is None else labels),
+        np.bincount(number))
+    require(len(labels) == len(number),
+        f'There must be one label and one group per sample, not {len(labels)} labels and {len(number)} '
+        f'groups.')
     client = np.arange(len(sizes))
     if n_clients is not None:
         n_clients = whole('n_clients', n_clients, 1, len(sizes), ', the number of groups')
@@ -526,13 +555,15 @@ def named_groups(
     groups, # Name to one whole number per sample
 ) -> np.ndarray: # [n, number of names], a row for each sample
     "The group of each sample; raises `Refused` for an unknown name"
-    require(isinstance(groups, dict), f'groups must be a dict of a name to one number per sample, not {type(groups).__name__}.')
+    require(isinstance(groups, dict),
+        f'groups must be a dict of a name to one number per sample, not {type(groups).__name__}.')
     names = [group] if isinstance(group, str) else list(group)
     require(names, 'group must be the name of a group, or a list of names.')
     return np.stack([np.asarray(choose(k, groups, 'group of the samples')) for k in names], 1)
 
 # %% ../nbs/01_foundations/12_partition.ipynb #8435857a
-def group_rows(rows:np.ndarray) -> np.ndarray: return np.unique(rows, axis=0, return_inverse=True)[1].ravel() # Rows numbered in sorted order
+# Rows numbered in sorted order
+def group_rows(rows:np.ndarray) -> np.ndarray: return np.unique(rows, axis=0, return_inverse=True)[1].ravel()
 
 def chosen_groups(
     sizes:np.ndarray, # [n_groups], samples of each group
@@ -543,7 +574,9 @@ def chosen_groups(
     "The largest groups; raises `Refused` where there are too few"
     enough = np.flatnonzero(sizes >= least)
     n = len(enough) if n_groups is None else n_groups
-    require(0 < n <= len(enough), f'{max(n, 1)} groups of at least {least} samples are needed, but there are {len(enough)} of {len(sizes)}.')
+    require(0 < n <= len(enough),
+        f'{max(n, 1)} groups of at least {least} samples are needed, but there are {len(enough)} of '
+        f'{len(sizes)}.')
     return np.sort(enough[np.lexsort((rng.random(len(enough)), -sizes[enough]))[:n]])
 
 # %% ../nbs/01_foundations/12_partition.ipynb #f592cf36
@@ -558,17 +591,25 @@ def natural(
 ) -> Partition: # Disjoint; complete where no group is left out
     "One client per value of a group, as the data was collected"
     labels, seed, number = class_labels(labels), whole('seed', seed), group_rows(named_groups(group, groups))
-    require(len(number)==len(labels), f'There must be one label and one group per sample, not {len(labels)} labels and {len(number)} groups.')
-    per_group, min_size, sizes = whole('per_group', per_group, 1), whole('min_size', min_size, 1), np.bincount(number)
-    if n_clients is not None: n_clients = whole('n_clients', n_clients, 1, len(sizes)*per_group, f', {per_group} for each of {len(sizes)} groups')
-    require((n_clients or 0)%per_group == 0, f'{n_clients} clients cannot be {per_group} per group; take a multiple of {per_group}.')
-    chosen = chosen_groups(sizes, per_group*min_size, n_clients and n_clients//per_group, stream(seed, 'natural', 'groups'))
+    require(len(number)==len(labels),
+        f'There must be one label and one group per sample, not {len(labels)} labels and {len(number)} '
+        f'groups.')
+    per_group, min_size, sizes = (whole('per_group', per_group, 1), whole('min_size', min_size, 1),
+        np.bincount(number))
+    if n_clients is not None:
+        n_clients = whole('n_clients', n_clients, 1, len(sizes)*per_group,
+            f', {per_group} for each of {len(sizes)} groups')
+    require((n_clients or 0)%per_group == 0,
+        f'{n_clients} clients cannot be {per_group} per group; take a multiple of {per_group}.')
+    chosen = chosen_groups(sizes, per_group*min_size, n_clients and n_clients//per_group,
+        stream(seed, 'natural', 'groups'))
     owner = np.full(len(labels), -1)
     for i,g in enumerate(chosen):
         mine = stream(seed, 'natural', int(g)).permutation(np.flatnonzero(number==g))
         owner[mine] = i*per_group + np.arange(len(mine))%per_group
     clients = split(owner, len(chosen)*per_group)
-    return partition('natural', clients, labels, group=group, n_clients=n_clients, per_group=per_group, min_size=min_size, seed=seed)
+    return partition('natural', clients, labels, group=group, n_clients=n_clients, per_group=per_group,
+        min_size=min_size, seed=seed)
 
 # %% ../nbs/01_foundations/12_partition.ipynb #92c4b436
 def largest_test(
@@ -618,7 +659,8 @@ def matched_table(
 def matched_test(
     partition, # A `Partition`, or shares [n_clients, n_classes]
     test_labels, # One class number per sample of the test set
-    size:int|None=None, # Test samples per client; `None` is as many as the test set can give each in its shares
+    # Test samples per client; `None` is as many as the test set can give each in its shares
+    size:int|None=None,
     seed:int=0, # The seed
 ) -> list[np.ndarray]: # Per client, sorted indices into the test set; empty where the client is
     "For each client, test samples in its class shares"
@@ -639,13 +681,17 @@ def natural_test(
     test_groups:dict, # The same names, to one whole number per test sample
 ) -> list[np.ndarray]: # Per client, sorted indices into the test set; empty where its group has none there
     "For each client, the test samples of its own group"
-    require(partition.scheme=='natural', f'Only clients that are groups have test samples of their own; the scheme is {partition.scheme!r}, not \'natural\'.')
+    require(partition.scheme=='natural',
+        f'Only clients that are groups have test samples of their own; the scheme is {partition.scheme!r}, '
+        f'not \'natural\'.')
     mine,theirs = (named_groups(partition.settings['group'], g) for g in (groups, test_groups))
-    require(len(mine)==partition.n, f'The partition is one of {partition.n} samples, but there are {len(mine)} groups.')
+    require(len(mine)==partition.n,
+        f'The partition is one of {partition.n} samples, but there are {len(mine)} groups.')
     return [np.flatnonzero((theirs==mine[c[0]]).all(1)) for c in partition.clients]
 
 # %% ../nbs/01_foundations/12_partition.ipynb #4483fc52
-SCHEMES = {f.__name__: f for f in (iid, classes_per_client, shards_with_replacement, dirichlet, dh_level, quantity_skew, by_group, natural)}
+SCHEMES = {f.__name__: f for f in (iid, classes_per_client, shards_with_replacement, dirichlet, dh_level,
+    quantity_skew, by_group, natural)}
 
 # %% ../nbs/01_foundations/12_partition.ipynb #475cbf64
 def make(
@@ -654,7 +700,8 @@ def make(
     groups=None, # For schemes that want it: per sample its group, or for `natural` a dict of such arrays
     **settings, # The scheme's settings by name
 ) -> Partition:
-    "The partition that the scheme `name` makes; raises `Refused` for an unknown scheme or setting, or one that is missing"
+    """The partition that the scheme `name` makes; raises `Refused` for an unknown scheme or setting, or one
+    that is missing"""
     f = choose(name, SCHEMES, 'partition scheme')
     parameters = {k: p for k,p in inspect.signature(f).parameters.items() if k != 'labels'}
     if groups is not None and 'groups' in parameters: settings['groups'] = groups

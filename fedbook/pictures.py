@@ -18,14 +18,17 @@ def beside_printed(
     by:str, # The coordinate whose values are the lines, from top to bottom
     metrics:dict, # Metric to the name of its panel
 ): # A matplotlib figure
-    "A panel for each metric: our means with their 95 % intervals, and the printed values; raises `Refused` for a coordinate or metric that the table lacks"
+    """A panel for each metric: our means with their 95 % intervals, and the printed values;
+    raises `Refused` for a coordinate or metric that the table lacks"""
     import matplotlib.pyplot as plt
     choose(by, list(table.frame.columns), 'coordinate in this table')
     for m in metrics: choose(m, list(dict.fromkeys(table.frame['metric'])), 'metric in this table')
     names = list(dict.fromkeys(table.frame[by]))
     with style():
-        figure,axes = plt.subplots(1, len(metrics), figsize=(2.5+3*len(metrics), 1.3+.33*len(names)), sharey=True, squeeze=False, layout='constrained')
-        for ax,(m,label) in zip(axes[0], metrics.items()): panel(ax, table.frame[table.frame['metric']==m], by, names, label)
+        figure,axes = plt.subplots(1, len(metrics), figsize=(2.5+3*len(metrics), 1.3+.33*len(names)),
+            sharey=True, squeeze=False, layout='constrained')
+        for ax,(m,label) in zip(axes[0], metrics.items()):
+            panel(ax, table.frame[table.frame['metric']==m], by, names, label)
         figure.legend(handles=keys(table), loc='outside lower center', ncols=4)
     return figure
 
@@ -34,7 +37,8 @@ def variants_of(frame): return list(dict.fromkeys(frame['variant'])) if 'variant
 
 def keys(table):
     "What the marks are"
-    ours = [Line2D([], [], marker='o', color=c, label=f'{v}, mean and 95 % interval') for v,c in zip(variants_of(table.frame), color_palette('colorblind'))]
+    ours = [Line2D([], [], marker='o', color=c, label=f'{v}, mean and 95 % interval')
+        for v,c in zip(variants_of(table.frame), color_palette('colorblind'))]
     return [*ours, Line2D([], [], marker='D', mfc='none', ls='', color='black', label='printed')]
 
 # %% ../nbs/01_foundations/43_pictures.ipynb #dc5dc703
@@ -47,7 +51,8 @@ def panel(ax, frame, by, names, label):
         reach = [(some[a]-some[b]).astype(float).fillna(0) for a,b in (('ours','low'), ('high','ours'))]
         ax.errorbar(some['ours'].astype(float), y, xerr=reach, fmt='o', color=c)
         ax.plot(some['printed'].astype(float), y, 'D', mfc='none', color='black')
-    ax.set(xlabel=label, yticks=range(len(names)), yticklabels=names, ylim=(len(names)-.5, -.5)); ax.locator_params(axis='x', nbins=5)
+    ax.set(xlabel=label, yticks=range(len(names)), yticklabels=names, ylim=(len(names)-.5, -.5))
+    ax.locator_params(axis='x', nbins=5)
 
 # %% ../nbs/01_foundations/43_pictures.ipynb #6923e0c9
 def curve(
@@ -60,4 +65,5 @@ def curve(
     rounds = sorted(set.intersection(*map(set, curves)))
     values = np.array([[c[r] for c in curves] for r in rounds])
     [drawn] = ax.plot(rounds, values.mean(1), *style, **line)
-    if len(curves) > 1: ax.fill_between(rounds, values.min(1), values.max(1), color=drawn.get_color(), alpha=.12, lw=0)
+    if len(curves) > 1:
+        ax.fill_between(rounds, values.min(1), values.max(1), color=drawn.get_color(), alpha=.12, lw=0)

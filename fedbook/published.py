@@ -41,7 +41,7 @@ def folder_with(
     folder = Path(folder).expanduser()
     for n in names:
         require((folder/n).exists(),
-                f'{folder} is not {what}: it holds no {n}; give the folder with {", ".join(names)}.')
+            f'{folder} is not {what}: it holds no {n}; give the folder with {", ".join(names)}.')
     return folder
 
 # %% ../nbs/01_foundations/17_published.ipynb #8f05de87
@@ -69,12 +69,13 @@ def class_names(
     "The folders' names in the order of the numbers; raises `Refused` where a number has two names"
     names = dict(sorted({(c,name.split('/')[1]) for name,c in lines}))
     require(len(names)==len({(c,name.split('/')[1]) for name,c in lines}),
-            'The lists give one class number to two folders.')
+        'The lists give one class number to two folders.')
     return [names.get(c, str(c)) for c in range(max(names)+1)]
 
 # %% ../nbs/01_foundations/17_published.ipynb #ab011c5d
 def from_lists(
-    folder:Path|str, # With the lists or `splits`; the styles' folders beside them, or in `kfold` or `images`
+    # With the lists, or with them in `splits`; the styles' folders beside them, or in `kfold` or `images`
+    folder:Path|str,
     layout:str='pacs', # A name in `LISTS`
     size:int=64, # Height and width to resize to, in pixels
     classes:list[str]=None, # Those to keep, in this order; `None`: all
@@ -83,16 +84,17 @@ def from_lists(
     "PACS or DomainNet from folders of pictures and lists"
     folder,(train,test,first) = Path(folder).expanduser(),choose(layout, LISTS, 'layout of lists')
     lists = next((d for d in (folder, folder/'splits') if any(d.glob(f'*{train}'))), None)
-    require(lists, f'{folder} is not {layout}: '
-                   f'neither it nor its folder splits holds a list such as art_painting{train}.')
+    require(lists,
+        f'{folder} is not {layout}: neither it nor its folder splits holds a list such as '
+        f'art_painting{train}.')
     domains = sorted(p.name.removesuffix(train) for p in lists.glob(f'*{train}'))
     lines = {s: [(d,*l) for d in domains for l in listed(lists/f'{d}{end}', first)]
-             for s,end in (('train',train),('test',test))}
+        for s,end in (('train',train),('test',test))}
     names = class_names([l[1:] for ls in lines.values() for l in ls])
     kept = [names.index(choose(c, names, 'class')) for c in classes or names]
     root = next((d for d in (folder, folder/'kfold', folder/'images') if (d/domains[0]).is_dir()), folder)
     return of_lines(lines, domains, root, kept,
-                    dict(name=name or layout, classes=[names[c] for c in kept]), size)
+        dict(name=name or layout, classes=[names[c] for c in kept]), size)
 
 # %% ../nbs/01_foundations/17_published.ipynb #a433b509
 def of_lines(
@@ -108,8 +110,8 @@ def of_lines(
     x = {f'{s}_x': pictures((root/l[1] for l in ls), size) for s,ls in part.items()}
     y = {f'{s}_y': np.array([kept.index(l[2]) for l in ls]) for s,ls in part.items()}
     domain = tuple(np.array([domains.index(l[0]) for l in part[s]]) for s in ('train','test'))
-    return Dataset(**about, **x, **y, source=root.name,
-                   groups=dict(domain=domain), group_names=dict(domain=domains))
+    return Dataset(**about, **x, **y, source=root.name, groups=dict(domain=domain),
+        group_names=dict(domain=domains))
 
 # %% ../nbs/01_foundations/17_published.ipynb #e55ca0e9
 FEMNIST = [*'0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz']
@@ -148,8 +150,8 @@ def from_leaf(
                 known,key = len(seen),(user,c,image.tobytes())
                 seen.add(key)
                 if len(seen) > known: rows.append((part,user,image,c))
-    require(rows, f'{folder} holds no JSON files of LEAF; '
-                  'give the folder data/all_data, or data with train and test.')
+    require(rows,
+        f'{folder} holds no JSON files of LEAF; give the folder data/all_data, or data with train and test.')
     return of_writers(rows, name, folder.name, split, seed)
 
 # %% ../nbs/01_foundations/17_published.ipynb #0ce8840a
@@ -157,15 +159,15 @@ def of_writers(rows:list, name:str, source:str, split:bool, seed:int) -> Dataset
     "Images by writer as a data set"
     users = sorted({u for _,u,_,_ in rows})
     number = {u: i for i,u in enumerate(users)}
-    who,x,y = (np.array([number[r[1]] for r in rows]), np.stack([r[2] for r in rows]),
-               np.array([r[3] for r in rows]))
+    who,x,y = np.array([number[r[1]] for r in rows]),np.stack([r[2] for r in rows]),np.array(
+        [r[3] for r in rows])
     if split: parts = [np.flatnonzero([r[0]==s for r in rows]) for s in ('train','test')]
     else: parts = split_validation(who, .2, seed, 'test')
     a,b = parts
     require(len(a) and len(b),
-            f'{source} needs images for training and for test, but holds {len(a)} and {len(b)}.')
-    return Dataset(name, x[a], y[a], x[b], y[b], FEMNIST, source,
-                   groups=dict(writer=(who[a], who[b])), group_names=dict(writer=users))
+        f'{source} needs images for training and for test, but holds {len(a)} and {len(b)}.')
+    return Dataset(name, x[a], y[a], x[b], y[b], FEMNIST, source, groups=dict(writer=(who[a], who[b])),
+        group_names=dict(writer=users))
 
 # %% ../nbs/01_foundations/17_published.ipynb #917a94b7
 CINIC = 'airplane automobile bird cat deer dog frog horse ship truck'.split()
@@ -239,12 +241,11 @@ def from_fets(
 ) -> Dataset: # With the groups `institution` and `patient`
     "Slices of FeTS2022 with their masks"
     folder = folder_with(folder, f'{partition}.csv', what='FeTS2022')
-    with (reading(folder/f'{partition}.csv'),
-          open(folder/f'{partition}.csv', newline='', encoding='utf-8') as f):
-        rows = list(csv.DictReader(f))
+    with reading(folder/f'{partition}.csv'), open(folder/f'{partition}.csv', newline='',
+        encoding='utf-8') as f: rows = list(csv.DictReader(f))
     require(rows and all(r.get(k) and inside(r[k]) for r in rows for k in ('Partition_ID','Subject_ID')),
-            f'{folder}/{partition}.csv must have the columns Partition_ID and Subject_ID, '
-            'and a patient in each line.')
+        f'{folder}/{partition}.csv must have the columns Partition_ID and Subject_ID, and a patient in each '
+        f'line.')
     def one(r):
         at = folder/r['Subject_ID']
         return planes(*(volume(at/f'{at.name}_{k}.nii.gz') for k in (image,'seg')), slices, at)
@@ -252,13 +253,13 @@ def from_fets(
     names = sorted({r['Partition_ID'] for r in rows}, key=lambda k: (len(k), k))
     at = np.array([names.index(r['Partition_ID']) for r in rows])
     parts = [(np.asarray(p)[:,None]*slices+np.arange(slices)).ravel()
-             for p in split_validation(at, .2, seed, 'test')]
+        for p in split_validation(at, .2, seed, 'test')]
     require(all(map(len, parts)),
-            f'{folder} needs patients for training and for test, but holds {len(rows)}.')
+        f'{folder} needs patients for training and for test, but holds {len(rows)}.')
     groups = {k: tuple(v[p//slices] for p in parts)
-              for k,v in dict(institution=at, patient=np.arange(len(rows))).items()}
+        for k,v in dict(institution=at, patient=np.arange(len(rows))).items()}
     return Dataset(name, *(a[p] for p in parts for a in (x, y)), FETS, folder.name, groups=groups,
-                   group_names=dict(institution=names, patient=[r['Subject_ID'] for r in rows]))
+        group_names=dict(institution=names, patient=[r['Subject_ID'] for r in rows]))
 
 # %% ../nbs/01_foundations/17_published.ipynb #79bf8f06
 LYME = ['NO','EM','HZ','TC']
@@ -275,14 +276,14 @@ def from_lyme(
     lines = {p: lyme_lines(folder/f) for p,f in every.items()}
     root = folder/'images' if (folder/'images').is_dir() else folder
     sides = [sum((lines[p] for p in some), []) for some in (parts, ['test'])]
-    four = [a for side in sides
-            for a in (pictures((root/f for f,_ in side), size), np.array([c for _,c in side]))]
+    four = [a for side in sides for a in (pictures((root/f for f,_ in side), size),
+        np.array([c for _,c in side]))]
     tones = [folder/f'{p}_processed.csv' for p in every]
     known = skin_tones(tones) if all(t.exists() for t in tones) else {}
     groups = (dict(skin=tuple(np.array([tone_of(known, f) for f,_ in side]) for side in sides))
-              if known else {})
+        if known else {})
     return Dataset(name, *four, classes=LYME, source=folder.name, groups=groups,
-                   group_names=dict(skin=['dark','light']) if known else {})
+        group_names=dict(skin=['dark','light']) if known else {})
 
 # %% ../nbs/01_foundations/17_published.ipynb #f385da0b
 def lyme_lines(
@@ -329,11 +330,11 @@ def from_cifar_c(
     there = sorted(p.stem for p in folder.glob('*.npy') if p.stem != 'labels')
     kinds = [choose(k, there, 'corruption') for k in kinds or there]
     require(kinds and severities and set(severities) <= {1,2,3,4,5},
-            f'There must be corruptions, and severities from 1 to 5, not {severities!r}.')
+        f'There must be corruptions, and severities from 1 to 5, not {severities!r}.')
     labels = npy(folder/'labels.npy')
     n = labels.size//5
     require(labels.dtype.kind in 'iu' and labels.shape==(5*n,) and n > 1
-            and (labels.reshape(5, n)==labels[:n]).all(),
+        and (labels.reshape(5, n)==labels[:n]).all(),
             f'{folder/"labels.npy"} must hold the same classes five times, once for each severity.')
     parts = split_validation(n, .2, seed, 'test')
     return Dataset(name, **corrupted(folder, kinds, severities, labels[:n].astype(np.int64), parts))
@@ -421,10 +422,10 @@ def from_chexpert(
     def there(r, k): return r[k] != '' and float(r[k])==1
     with reading(folder/'train.csv'):
         rows = [r for r in rows if r['Frontal/Lateral']=='Frontal' and there(r, pair[0])!=there(r, pair[1])]
-    who = np.array([next((int(p[7:]) for p in r['Path'].split('/')
-                          if p[:7]=='patient' and p[7:].isdigit()), -1) for r in rows])
+    who = np.array([next((int(p[7:]) for p in r['Path'].split('/') if p[:7]=='patient' and p[7:].isdigit()),
+        -1) for r in rows])
     require(len(set(who)) > 1 and who.min() >= 0 and all(inside(r['Path']) for r in rows),
-            f'{folder/"train.csv"} must have frontal images of {" or ".join(pair)} of at least two patients.')
+        f'{folder/"train.csv"} must have frontal images of {" or ".join(pair)} of at least two patients.')
     people,number = np.unique(who, return_inverse=True)
     test = np.isin(number, split_validation(len(people), .2, seed, 'test')[1])
     return of_rows(rows, [np.flatnonzero(~test), np.flatnonzero(test)], who, pair, folder, size, name)
@@ -437,6 +438,6 @@ def of_rows(rows:list, parts:list, who:np.ndarray, pair:tuple, folder:Path, size
     y = np.array([int(r[pair[1]] != '' and float(r[pair[1]])==1) for r in rows])
     x = [pictures((path(rows[i]) for i in p), size, 'L') for p in parts]
     columns = dict(female=np.array([int(r['Sex']=='Female') for r in rows]),
-                   ap=np.array([int(r['AP/PA']=='AP') for r in rows]), patient=who)
+        ap=np.array([int(r['AP/PA']=='AP') for r in rows]), patient=who)
     return Dataset(name, x[0], y[parts[0]], x[1], y[parts[1]], list(pair), folder.name,
-                   groups={k: tuple(a[p] for p in parts) for k,a in columns.items()})
+        groups={k: tuple(a[p] for p in parts) for k,a in columns.items()})

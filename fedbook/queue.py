@@ -25,7 +25,9 @@ def home() -> Path: # .queue beside nbs/, which git ignores
 def git(*words:str) -> str: # What it prints
     "Run git in the project; raises `Refused` with its last line where it fails"
     done = subprocess.run(['git', *words], cwd=root(), capture_output=True, text=True)
-    require(not done.returncode, f'The queue needs a checkout of its own, and git {words[0]} says: {(done.stderr.strip().splitlines() or ["nothing"])[-1]}')
+    require(not done.returncode,
+        f'The queue needs a checkout of its own, and git {words[0]} says: '
+        f'{(done.stderr.strip().splitlines() or ["nothing"])[-1]}')
     return done.stdout.strip()
 
 # %% ../nbs/01_foundations/61_queue.ipynb #f3d14763
@@ -69,13 +71,16 @@ def load() -> dict: # `pid`, `commit` and `entries`
 # %% ../nbs/01_foundations/61_queue.ipynb #12bc65ae
 def save(about:dict):
     "Write the state of the queue"
-    with writing(home()/'state.json') as part: part.write_text(json.dumps(about | dict(entries=[asdict(e) for e in about['entries']]), indent=1))
+    with writing(home()/'state.json') as part:
+        part.write_text(json.dumps(about | dict(entries=[asdict(e) for e in about['entries']]), indent=1))
 
 # %% ../nbs/01_foundations/61_queue.ipynb #682c1ab9
 def alive(pid:int) -> bool:
     "Is this the process of a queue that works?"
     import psutil
-    try: return psutil.Process(pid).status()!=psutil.STATUS_ZOMBIE and 'queue' in ' '.join(psutil.Process(pid).cmdline())
+    try:
+        return (psutil.Process(pid).status()!=psutil.STATUS_ZOMBIE
+            and 'queue' in ' '.join(psutil.Process(pid).cmdline()))
     except psutil.NoSuchProcess: return False
 
 # %% ../nbs/01_foundations/61_queue.ipynb #a7487a77
@@ -87,9 +92,11 @@ def begin(
 ): # A running process
     "Start to make a table at lowest priority"
     code = 'import sys; from fedbook.cli import main; sys.exit(main(sys.argv[1:]))'
-    env = {k: v for k,v in os.environ.items() if k!='FEDBOOK_FIGURES'} | dict(PYTHONPATH=str(folder), TQDM_DISABLE='1')
+    env = {k: v for k,v in os.environ.items() if k!='FEDBOOK_FIGURES'} | dict(PYTHONPATH=str(folder),
+        TQDM_DISABLE='1')
     with open(home()/f'{entry.id}.log', 'w') as log:
-        return subprocess.Popen([sys.executable, '-c', code, 'reproduce', entry.id, '--profile', entry.profile, '-j', '1'], cwd=folder, env=env,
+        return subprocess.Popen([sys.executable, '-c', code, 'reproduce', entry.id, '--profile',
+            entry.profile, '-j', '1'], cwd=folder, env=env,
             stdout=log, stderr=subprocess.STDOUT, preexec_fn=lambda: os.nice(19))
 
 # %% ../nbs/01_foundations/61_queue.ipynb #f5ba5562
@@ -116,7 +123,8 @@ def follow(
     resting = False
     try:
         while running.poll() is None:
-            if rests.exists()!=resting: resting = not resting; each(running.pid, 'suspend' if resting else 'resume')
+            if rests.exists()!=resting:
+                resting = not resting; each(running.pid, 'suspend' if resting else 'resume')
             time.sleep(every)
     except BaseException: each(running.pid, 'kill'); raise
     return running.returncode
@@ -139,7 +147,8 @@ def start(
 ):
     "Work through the tables; raises `Refused` where a queue works already"
     about = load()
-    require(not alive(about['pid']), f'The queue works already, as process {about["pid"]}; see how far it is with: fedbook queue')
+    require(not alive(about['pid']),
+        f'The queue works already, as process {about["pid"]}; see how far it is with: fedbook queue')
     entries = [Entry(i, profile) for i in order(ids, profile)]
     home().mkdir(exist_ok=True); folder = checkout()
     (home()/'rests').unlink(missing_ok=True)
@@ -157,7 +166,8 @@ def collect(
     n = 0
     for e in load()['entries'] if entries is None else entries:
         here = output_folder(e.id, e.profile); there = home()/'checkout'/'figures'/here.relative_to(figures())
-        new = [r for r in read(there/'rows.jsonl') if r['fingerprint'] not in {k['fingerprint'] for k in read(here/'rows.jsonl')}]
+        new = [r for r in read(there/'rows.jsonl')
+            if r['fingerprint'] not in {k['fingerprint'] for k in read(here/'rows.jsonl')}]
         for r in new: append(here/'rows.jsonl', r)
         n += len(new)
         if e.state=='done' and (there/'run.json').exists(): replace(there, here)
@@ -167,7 +177,8 @@ def collect(
 def replace(there:Path, here:Path):
     "Take over what a finished table has made, but for its rows"
     for f in there.iterdir():
-        if not f.is_file() or f.name in ('rows.jsonl','progress.json') or f.name.startswith('.') or f.suffix in ('.lock','.holder'): continue
+        if not f.is_file() or f.name in ('rows.jsonl','progress.json') or f.name.startswith(
+            '.') or f.suffix in ('.lock','.holder'): continue
         here.mkdir(parents=True, exist_ok=True)
         with writing(here/f.name) as part: shutil.copyfile(f, part)
 
@@ -186,7 +197,8 @@ def go_on() -> str:
 
 # %% ../nbs/01_foundations/61_queue.ipynb #c08b5386
 def stop() -> str:
-    "End the queue, and fetch what it has finished; an unfinished run goes on from its last round at the next start"
+    """End the queue, and fetch what it has finished;
+    an unfinished run goes on from its last round at the next start"""
     pid = load()['pid']
     if alive(pid): each(pid, 'kill')
     return f'The queue has ended; {collect()}.'
@@ -205,10 +217,13 @@ def status() -> list[str]: # Lines
     about = load(); works = alive(about['pid'])
     now = 'rests' if works and (home()/'rests').exists() else 'works' if works else 'does not work'
     head = f'The queue {now}' + f', at commit {about["commit"][:7]}'*bool(about['commit'])
-    return [head] + [f'    {e.id:12} {e.profile:9} {"stopped" if e.state=="running" and not works else e.state:8} {left(e)}'.rstrip() for e in about['entries']]
+    return ([head]
+        + [f'    {e.id:12} {e.profile:9} {"stopped" if e.state=="running" and not works else e.state:8} '
+        f'{left(e)}'.rstrip() for e in about['entries']])
 
 # %% ../nbs/01_foundations/61_queue.ipynb #55077050
 def place(id:str, profile:str) -> str: # 'waiting' or 'running', for `fedbook list`
     "What the queue does about a table; empty where it does nothing"
-    mine = [e for e in load()['entries'] if (e.id, e.profile)==(id, profile) and e.state in ('waiting','running')]
+    mine = [e for e in load()['entries'] if (e.id, e.profile)==(id, profile)
+        and e.state in ('waiting','running')]
     return mine[0].state if mine else ''

@@ -57,11 +57,13 @@ def difference(
 ) -> str:
     "The first difference between two messages, in words"
     if not isinstance(message, dict): return f'it sent a {type(message).__name__} instead of tensors by name'
-    mine,theirs = ({k: v for k,v in flatten(m).items() if k.split('/')[0] not in ragged} for m in (message, right))
+    mine,theirs = ({k: v for k,v in flatten(m).items() if k.split('/')[0] not in ragged}
+        for m in (message, right))
     def words(t): return f'{list(t.shape)} of {t.dtype}' if isinstance(t, Tensor) else repr(t)
     for k in theirs:
         if k not in mine: return f'its message lacks {k!r}'
-        if words(mine[k])!=words(theirs[k]): return f'its {k!r} is {words(mine[k])} and should be {words(theirs[k])}'
+        if words(mine[k])!=words(theirs[k]):
+            return f'its {k!r} is {words(mine[k])} and should be {words(theirs[k])}'
     return f'its message holds {next((k for k in mine if k not in theirs), "parts")!r}, which the others lack'
 
 # %% ../nbs/01_foundations/33_replies.ipynb #d2c49cce
@@ -71,15 +73,20 @@ def usable(
     replies:dict, # Client to its reply
     r:int, # Which round, from 0
 ) -> dict: # Client to its reply
-    "The replies of clients that did not fail, have a finite loss and agree on what a message is; raises what all clients raised alike"
+    """The replies of clients that did not fail, have a finite loss and agree on what a message is;
+    raises what all clients raised alike"""
     failed = {i: a for i,a in replies.items() if 'error' in a}
     if len(failed) > 1 and len(failed)==len(replies) and len({a['error'] for a in failed.values()})==1:
-        raise RuntimeError(f'No client of round {r+1} could train; all failed alike: {next(iter(failed.values()))["traceback"]}')
+        raise RuntimeError(
+            f'No client of round {r+1} could train; all failed alike: '
+            f'{next(iter(failed.values()))["traceback"]}')
     for i,a in failed.items(): set_aside(fed, r, i, a['error'], a['traceback'])
     good = {i: a for i,a in replies.items() if i not in failed}
-    for i in [i for i,a in good.items() if not isfinite(a['loss'])]: set_aside(fed, r, i, f'its training loss is {good.pop(i)["loss"]}')
+    for i in [i for i,a in good.items() if not isfinite(a['loss'])]:
+        set_aside(fed, r, i, f'its training loss is {good.pop(i)["loss"]}')
     return {i: a for i,a in agreeing(fed, state, good, r).items() if not flawed(fed, state, i, a, r)}
 
+# %% ../nbs/01_foundations/33_replies.ipynb #7774e2c5
 def flawed(fed, state, i, reply, r):
     "Has the method a reason of its own not to aggregate a message?"
     if is_default(fed.method, 'flaw'): return False
@@ -98,7 +105,9 @@ def agreeing(fed, state, replies, r):
     forms = {i: form(a['message'], method.send(state['server'], i), method.ragged) for i,a in replies.items()}
     wrong,right = outvoted(forms)
     model = next((a['message'] for i,a in replies.items() if i not in wrong), None)
-    for i in wrong: set_aside(fed, r, i, difference(replies[i]['message'], model, method.ragged) if right else 'its message is unlike the others\', and none of them is in the majority')
+    for i in wrong:
+        set_aside(fed, r, i, difference(replies[i]['message'], model, method.ragged) if right
+            else 'its message is unlike the others\', and none of them is in the majority')
     return {i: a for i,a in replies.items() if i not in wrong}
 
 # %% ../nbs/01_foundations/33_replies.ipynb #d112f709

@@ -33,8 +33,11 @@ FIELDS = dict(
     cell='coordinates in the table, e.g. {"classes": 5, "epochs": 4, "rounds": 8}',
     rows='[round, client or null, metric, value]; accuracies in percent; null: a value that was not finite',
     bytes_up='bytes sent by all clients together', bytes_down='bytes sent by the server',
-    seconds='wall-clock time', device='where it ran, in words', engine='what went through the clients: a name in `fedbook.engines.ENGINES`', data='data set', model='network',
-    stand_in='what replaced the paper\'s choice, in words, e.g. {"data": "...", "model": null}; an empty "scale" says that the printed scale is run',
+    seconds='wall-clock time', device='where it ran, in words',
+    engine='what went through the clients: a name in `fedbook.engines.ENGINES`', data='data set',
+    model='network',
+    stand_in='what replaced the paper\'s choice, in words, e.g. {"data": "...", "model": null}; an empty '
+    '"scale" says that the printed scale is run',
     code='identifies the source code', version='of fedbook', when='time of the end, ISO 8601')
 
 # %% ../nbs/01_foundations/40_results.ipynb #c5944087
@@ -55,8 +58,10 @@ def check(
     for k in FIELDS: require(k in record, f'The record lacks {k!r}: {FIELDS[k]}.')
     for k in record: choose(k, FIELDS, 'field of a record')
     taken = {*FIELDS, 'round', 'client', 'metric', 'value'}
-    for k in record['cell']: require(k not in taken, f'The coordinate {k!r} of a cell has the name of a field; rename it.')
-    for r in record['rows']: require(len(r)==4 and isinstance(r[2], str), f'A row is [round, client, metric, value], not {r!r}.')
+    for k in record['cell']:
+        require(k not in taken, f'The coordinate {k!r} of a cell has the name of a field; rename it.')
+    for r in record['rows']:
+        require(len(r)==4 and isinstance(r[2], str), f'A row is [round, client, metric, value], not {r!r}.')
 
 # %% ../nbs/01_foundations/40_results.ipynb #45d1730d
 HEAD = b'{"fingerprint": '
@@ -85,12 +90,14 @@ def open_locked(
     path:Path, # A file, made where there is none
     flags:int=0, # Further flags of `os.open`
 ) -> int: # A descriptor; closing it frees the lock
-    "Open `path` and take its advisory lock, for the length of one `append`; raises `Refused` where writing is not permitted"
+    """Open `path` and take its advisory lock, for the length of one `append`;
+    raises `Refused` where writing is not permitted"""
     import fcntl
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         f = os.open(path, os.O_RDWR|os.O_CREAT|flags, 0o644)
-    except OSError as e: raise Refused(f'Cannot write {path}: {e.strerror}; give a file that you may write.') from e
+    except OSError as e:
+        raise Refused(f'Cannot write {path}: {e.strerror}; give a file that you may write.') from e
     fcntl.flock(f, fcntl.LOCK_EX)
     return f
 
@@ -99,14 +106,16 @@ def append(
     path:Path|str, # A file of records, made where there is none
     record:dict, # A finished run
 ):
-    "Add `record` as one line, all or nothing; raises `Refused` for a malformed record and for a file of something else"
+    """Add `record` as one line, all or nothing; raises `Refused` for a malformed record and for a file of
+    something else"""
     check(record)
     line = json.dumps({k: plain(record[k]) for k in FIELDS}, allow_nan=False).encode()+b'\n'
     f = open_locked(Path(path), os.O_APPEND)
     try:
         start,tail = last_line(f)
         if torn(tail):
-            require(tail[:len(HEAD)] == HEAD[:len(tail)], f'{path} does not end in a record; give a file of records.')
+            require(tail[:len(HEAD)] == HEAD[:len(tail)],
+                f'{path} does not end in a record; give a file of records.')
             os.ftruncate(f, start)
         elif tail: line,start = b'\n'+line, start+len(tail)
         write_whole(f, line, start)
@@ -118,7 +127,8 @@ def write_whole(
     line:bytes, # What to write
     end:int, # Length of the file before
 ):
-    "One `write`, on disk when it returns; raises `Refused` where it does not fit, and leaves the file as it was"
+    """One `write`, on disk when it returns; raises `Refused` where it does not fit, and leaves the file as
+    it was"""
     try:
         if os.write(f, line) < len(line): raise OSError(errno.ENOSPC, 'No space left on device')
         os.fsync(f)
@@ -138,7 +148,9 @@ def read(
     for i,line in enumerate(lines, 1):
         if not line.strip(): continue
         try: record = json.loads(line); found[record['fingerprint']] = record
-        except (ValueError, KeyError, TypeError): raise Refused(f'{path} line {i} is not a whole record; delete that line, or restore the file.') from None
+        except (ValueError, KeyError, TypeError):
+            raise Refused(
+                f'{path} line {i} is not a whole record; delete that line, or restore the file.') from None
     return list(found.values())
 
 # %% ../nbs/01_foundations/40_results.ipynb #6e03da61
@@ -149,8 +161,11 @@ def tidy(
     import pandas as pd
     cells = dict.fromkeys(k for r in records for k in r['cell'])
     front,back = ['paper','table',*cells,'method','variant','seed'],['round','client','metric','value']
-    rest = ['bytes_up','bytes_down','seconds','profile','device','engine','data','model','stand_in','fingerprint','code','version','when']
-    def row(r, values): return {**r, **dict.fromkeys(cells), **r['cell'], **dict(zip(back, values)), 'stand_in': '; '.join(stand_ins(r))}
+    rest = ['bytes_up','bytes_down','seconds','profile','device','engine','data','model','stand_in',
+        'fingerprint','code','version','when']
+    def row(r, values):
+        return {**r, **dict.fromkeys(cells), **r['cell'], **dict(zip(back, values)),
+            'stand_in': '; '.join(stand_ins(r))}
     frame = pd.DataFrame([row(r, v) for r in records for v in r['rows']], columns=[*front, *back, *rest])
     return frame.astype(dict(client='Int64', value=float))
 
@@ -160,7 +175,8 @@ def stand_ins(
 ) -> list[str]: # Empty where the run has the paper's data, model and scale
     "What differs from the paper's set-up, in words"
     words = [f'{k}: {text}' for k,text in record['stand_in'].items() if text]
-    if record['profile'] != 'paper' and 'scale' not in record['stand_in']: words.append(f'scale: reduced, profile {record["profile"]}')
+    if record['profile'] != 'paper' and 'scale' not in record['stand_in']:
+        words.append(f'scale: reduced, profile {record["profile"]}')
     return words
 
 # %% ../nbs/01_foundations/40_results.ipynb #fc1f0e8c
@@ -192,7 +208,8 @@ def side(
 ) -> str: # 'within' or 'across' ±margin, or 'above' or 'below' it
     "Where an interval lies: two one-sided tests at once"
     if low is None: return 'across'
-    return 'within' if -margin <= low and high <= margin else 'above' if low > margin else 'below' if high < -margin else 'across'
+    return ('within' if -margin <= low and high <= margin else 'above' if low > margin else 'below'
+        if high < -margin else 'across')
 
 # %% ../nbs/01_foundations/40_results.ipynb #73d66906
 def verdict(
@@ -202,16 +219,20 @@ def verdict(
     margin:float=0., # How far from `printed` still agrees
     other_data:bool=False, # Do ours come from other data?
     near:bool=False, # Are both no better than a guess?
-) -> str: # 'agrees', 'higher by …', 'lower by …' or 'undecided', with the reservations in brackets; else why there is none
+    # 'agrees', 'higher by …', 'lower by …' or 'undecided', with the reservations in brackets; else why there
+    # is none
+) -> str:
     "How `ours` compares with `printed`"
     if not len(ours): return 'not run'
     if not np.isfinite(ours).all(): return 'diverged'
     if printed is None: return 'not printed'
     if other_data: return 'other data'
     mean,low,high = interval(ours)
-    gap,where = f'{abs(mean-printed):.3g}','across' if near or low is None else side(low-printed, high-printed, margin)
+    gap,where = f'{abs(mean-printed):.3g}','across' if near or low is None else side(low-printed,
+        high-printed, margin)
     word = dict(within='agrees', above=f'higher by {gap}', below=f'lower by {gap}', across='undecided')[where]
-    but = ', '.join(w for w,on in (('near chance', near), ('one seed', len(ours)==1), ('stand-in', stand_in)) if on)
+    but = ', '.join(w for w,on in (('near chance', near), ('one seed', len(ours)==1),
+        ('stand-in', stand_in)) if on)
     return f'{word} ({but})' if but else word
 
 # %% ../nbs/01_foundations/40_results.ipynb #1e51d295
@@ -219,7 +240,8 @@ def curve_of(
     record:dict, # A run
     metric:str, # Name of a metric
 ) -> dict: # Round to value; empty where the run has no such metric
-    "`metric` over the rounds; one that exists only per client is averaged over the clients, each counting the same"
+    """`metric` over the rounds; one that exists only per client is averaged over the clients, each counting
+    the same"""
     rows = [(r, c, math.nan if v is None else v) for r,c,m,v in record['rows'] if m == metric]
     overall = {r: v for r,c,v in rows if c is None}
     return overall or {r: float(np.mean([v for q,_,v in rows if q == r])) for r,*_ in rows}
@@ -228,8 +250,10 @@ def curve_of(
 def forgetting(
     record:dict, # A run
     metric:str='class_accuracy', # Of the parts of a group, a row each
-) -> tuple[dict, float]: # Round, from the second that was scored on, to what was lost in it; and the area under that curve
-    "The mean over the parts scored in both rounds of the positive part of each drop of `metric` since the round scored before, and its sum over the rounds; NaN where no part was scored in both"
+    # Round, from the second that was scored on, to what was lost in it; and the area under that curve
+) -> tuple[dict, float]:
+    """The mean over the parts scored in both rounds of the positive part of each drop of `metric` since the
+    round scored before, and its sum over the rounds; NaN where no part was scored in both"""
     parts = {}
     for r,c,m,v in record['rows']:
         if m==metric: parts.setdefault(r, {}).update({c: v} if v is not None and math.isfinite(v) else {})
@@ -278,7 +302,9 @@ def value_of(
     if not curve: return None
     if at == 'last': return curve[max(curve)]
     best = best_round(record)
-    require(best in curve, f'Run {record["fingerprint"]} has no {metric} in round {best}, the best on validation data; use at="last".')
+    require(best in curve,
+        f'Run {record["fingerprint"]} has no {metric} in round {best}, the best on validation data; use '
+        f'at="last".')
     return curve[best]
 
 # %% ../nbs/01_foundations/40_results.ipynb #cc6e29e5
@@ -329,14 +355,17 @@ def rounded(
     "Each number with as many decimals as the paper prints for its metric, '–' for what is missing"
     def places(v): return 0 if math.isnan(v) else len(f'{v:.10g}'.partition('.')[2])
     decimals = frame['printed'].map(places).groupby(frame['metric']).transform('max')
-    def column(c, sign=''): return ['–' if math.isnan(v) else f'{v:{sign}.{d or 2}f}' for v,d in zip(frame[c], decimals)]
-    texts = {c: column(c) for c in ('printed','ours','low','high')} | dict(difference=column('difference', '+'))
+    def column(c, sign=''):
+        return ['–' if math.isnan(v) else f'{v:{sign}.{d or 2}f}' for v,d in zip(frame[c], decimals)]
+    texts = ({c: column(c) for c in ('printed','ours','low','high')}
+        | dict(difference=column('difference', '+')))
     return frame.assign(**texts).astype(str)
 
 # %% ../nbs/01_foundations/40_results.ipynb #5efe18d6
 @dataclass
 class Comparison(Table):
-    "Printed and own values; `frame` holds them unrounded, one row per cell and metric, and `shape` says how they are shown"
+    """Printed and own values; `frame` holds them unrounded, one row per cell and metric, and `shape` says
+    how they are shown"""
     shape:Shape=None # The paper's
     def texts(self): return rounded(self.frame)
     def grid(self):
@@ -352,10 +381,14 @@ def provenance(
 ) -> dict: # Each list in order of appearance
     "What the runs of a table were"
     def all_of(k): return list(dict.fromkeys(r[k] for r in records))
-    return dict(profile=all_of('profile'), data=all_of('data'), model=all_of('model'), method=all_of('method'), variant=all_of('variant'),
-        stand_in=list(dict.fromkeys(w for r in records for w in stand_ins(r))), seeds=sorted(all_of('seed')), device=all_of('device'), engine=all_of('engine'),
+    return dict(profile=all_of('profile'), data=all_of('data'), model=all_of('model'),
+        method=all_of('method'), variant=all_of('variant'),
+        stand_in=list(dict.fromkeys(w for r in records for w in stand_ins(r))), seeds=sorted(all_of('seed')),
+        device=all_of('device'), engine=all_of('engine'),
         seconds=sum(r['seconds'] for r in records), version=all_of('version'), code=all_of('code'),
-        older=sum(r.get('older', False) for r in records), set_aside=sum(m=='set_aside' for r in records for *_,m,_ in r['rows']), runs=sorted(all_of('fingerprint')))
+        older=sum(r.get('older', False) for r in records),
+        set_aside=sum(m=='set_aside' for r in records for *_,m,_ in r['rows']),
+        runs=sorted(all_of('fingerprint')))
 
 # %% ../nbs/01_foundations/40_results.ipynb #a87a7791
 def notes_of(
@@ -365,12 +398,18 @@ def notes_of(
     if not p['runs']: return ['Nothing has been run yet.']
     def words(k): return ', '.join(map(str, p[k]))
     return [f'Profile {words("profile")}; {len(p["runs"])} runs, seeds {words("seeds")}; '
-            + ('last round' if p.get('at', 'last')=='last' else f'round with the best validation {p["by"]}') + '; 95 % intervals by Student\'s t over seeds.',
-            f'Data: {words("data")}. Model: {words("model")}. Method: {words("method")} ({words("variant")}).',
-            'Stand-ins: '+'; '.join(p['stand_in'])+'.' if p['stand_in'] else 'No stand-ins: data, model and scale are the paper\'s.',
-            f'Device: {words("device")}; engine: {words("engine")}; {p["seconds"]:.0f} s in total; fedbook {words("version")}, code {words("code")}.',
-            *([f'{p["older"]} of {len(p["runs"])} runs are of older code; their cells have no verdict.'] if p['older'] else []),
-            *([f'{p["set_aside"]} times a client was set aside in a round, for it failed, diverged or sent something else than the others.'] if p['set_aside'] else [])]
+            + ('last round' if p.get('at', 'last')=='last' else f'round with the best validation {p["by"]}')
+            + '; 95 % intervals by Student\'s t over seeds.',
+            f'Data: {words("data")}. Model: {words("model")}. Method: {words("method")} '
+            f'({words("variant")}).',
+            'Stand-ins: '+'; '.join(p['stand_in'])+'.' if p['stand_in']
+            else 'No stand-ins: data, model and scale are the paper\'s.',
+            f'Device: {words("device")}; engine: {words("engine")}; {p["seconds"]:.0f} s in total; fedbook '
+            f'{words("version")}, code {words("code")}.',
+            *([f'{p["older"]} of {len(p["runs"])} runs are of older code; their cells have no verdict.']
+            if p['older'] else []),
+            *([f'{p["set_aside"]} times a client was set aside in a round, for it failed, diverged or sent '
+            f'something else than the others.'] if p['set_aside'] else [])]
 
 # %% ../nbs/01_foundations/40_results.ipynb #d85170fb
 def coordinate(
@@ -391,7 +430,9 @@ def grouped(
         key = tuple(coordinate(r, k) for k in keys)
         other = groups.setdefault(key, {}).setdefault(r['seed'], r)
         where = ', '.join(f'{k}={v}' for k,v in zip(keys, key))
-        require(other is r, f'Two runs share {where} and seed {r["seed"]} ({other["fingerprint"]}, {r["fingerprint"]}); give those of one setting.')
+        require(other is r,
+            f'Two runs share {where} and seed {r["seed"]} ({other["fingerprint"]}, {r["fingerprint"]}); give '
+            f'those of one setting.')
     return groups
 
 # %% ../nbs/01_foundations/40_results.ipynb #99d03442
@@ -401,7 +442,9 @@ def check_runs(
 ):
     "Raise `Refused` unless `records` belong to one table and profile, and have `metrics`"
     tables = list(dict.fromkeys((r['paper'], r['table'], r['profile']) for r in records))
-    require(len(tables) < 2, f'These runs belong to several tables or profiles: {", ".join(map(" ".join, tables))}; give those of one.')
+    require(len(tables) < 2,
+        f'These runs belong to several tables or profiles: {", ".join(map(" ".join, tables))}; give those of '
+        f'one.')
     known = {m: m for r in records for _,_,m,_ in r['rows']}
     for m in metrics if records else (): choose(m, known, 'metric in these runs')
 
@@ -431,7 +474,8 @@ def comparison(
     "Our values beside the printed ones; raises `Refused` where runs of several tables or settings are mixed"
     import pandas as pd
     choose(at, ROUNDS, 'choice of round')
-    cells,own,theirs = (printed, (), (main_metric(records),'loss')) if isinstance(printed, list) else (printed.cells, printed.index, printed.metrics)
+    cells,own,theirs = (printed, (), (main_metric(records),'loss')) if isinstance(printed,
+        list) else (printed.cells, printed.index, printed.metrics)
     metrics = metrics or theirs
     check_runs(records, metrics)
     index = list(index or own)
@@ -441,10 +485,12 @@ def comparison(
     groups,by_cell = grouped(records, keys),{tuple(c[k] for k in index): c for c in cells}
     kinds = dict.fromkeys(g[len(index):] for g in groups) or [()]
     places = dict.fromkeys([c+k for c,k in product(by_cell, kinds)] + list(groups))
-    rows = [[*p, *compare_cell(groups.get(p, {}), by_cell.get(p[:len(index)], {}), m, at)] for p,m in product(places, metrics)]
+    rows = [[*p, *compare_cell(groups.get(p, {}), by_cell.get(p[:len(index)], {}), m, at)]
+        for p,m in product(places, metrics)]
     about = provenance(records) | dict(at=at) | (dict(by=main_metric(records)) if at=='validation' else {})
     title = '' if isinstance(printed, list) else printed.heading
-    return Comparison(pd.DataFrame(rows, columns=keys+COLUMNS), title, notes_of(about), about, shape_of(printed, index, metrics))
+    return Comparison(pd.DataFrame(rows, columns=keys+COLUMNS), title, notes_of(about), about,
+        shape_of(printed, index, metrics))
 
 # %% ../nbs/01_foundations/40_results.ipynb #9d59a321
 COLUMNS = ['metric','printed','ours','n','low','high','difference','verdict']
@@ -474,8 +520,10 @@ def cell_verdict(
     "The verdict on a cell"
     if ours and any(r.get('older') for r in runs): return 'of older code'
     printed,main = cell.get(metric),main_metric(runs)
-    margin,other = 0. if printed is None else metric_of(metric).margin(printed),any(r['stand_in'].get('data') for r in runs)
-    near = metric in METRICS and at_chance(runs, at, above=metric_of(main).tolerance) and cell.get(main, math.inf) <= chance_level(runs)
+    margin,other = 0. if printed is None else metric_of(metric).margin(printed),any(r['stand_in'].get('data')
+        for r in runs)
+    near = metric in METRICS and at_chance(runs, at, above=metric_of(main).tolerance) and cell.get(main,
+        math.inf) <= chance_level(runs)
     return verdict(ours, printed, any(map(stand_ins, runs)), margin, other, near)
 
 # %% ../nbs/01_foundations/40_results.ipynb #1cbb89a8
@@ -502,7 +550,8 @@ class Paired:
     def of(cls, gaps:dict, sign:int):
         "From the differences of seeds, and the sign of one where A is better"
         d = np.array([*gaps.values()])
-        return cls(gaps, *(interval(d) if np.isfinite(d).all() else (math.nan, None, None)), float(p_value(sign*d)))
+        return cls(gaps, *(interval(d) if np.isfinite(d).all() else (math.nan, None, None)),
+            float(p_value(sign*d)))
 
 # %% ../nbs/01_foundations/40_results.ipynb #e46d45a5
 def paired(
@@ -515,7 +564,8 @@ def paired(
 ) -> Paired:
     "Compare A with B seed by seed; raises `Refused` where they share no seed, or one is not unique"
     sides = [{s: score_of(r, metric, at) for s,r in select(records, w).items()} for w in (a, b)]
-    gaps = {s: sides[0][s]-sides[1][s] for s in sorted(set(sides[0]) & set(sides[1])) if None not in (sides[0][s], sides[1][s])}
+    gaps = {s: sides[0][s]-sides[1][s] for s in sorted(set(sides[0]) & set(sides[1]))
+        if None not in (sides[0][s], sides[1][s])}
     require(gaps, f'{a} and {b} share no seed with a {metric}.')
     return Paired.of(gaps, sign_of(metric, better))
 
@@ -539,7 +589,8 @@ def settle(
     from matplotlib.colors import to_hex
     from matplotlib.lines import Line2D
     for line in figure.findobj(Line2D):
-        named = {k: to_hex(c) for k in ('color','markerfacecolor','markeredgecolor') if re.fullmatch(r'C\d+', str(c := getattr(line, f'get_{k}')()))}
+        named = {k: to_hex(c) for k in ('color','markerfacecolor','markeredgecolor')
+            if re.fullmatch(r'C\d+', str(c := getattr(line, f'get_{k}')()))}
         line.set(**named)
     if figure.get_layout_engine():
         figure.draw_without_rendering(); figure.set_layout_engine('none')
@@ -550,10 +601,12 @@ def settle(
 def style():
     "Inside the block figures have the look of the book, and SVG files the same bytes each time"
     import matplotlib as mpl, matplotlib.pyplot as plt, seaborn as sns
-    plt.draw_if_interactive() # loads the backend; loaded inside of the block it would show no later figure of a notebook
+    # loads the backend; loaded inside of the block it would show no later figure of a notebook
+    plt.draw_if_interactive()
     before = plt.get_fignums()
     colours = mpl.rcsetup.cycler('color', sns.color_palette('colorblind'))
-    with mpl.rc_context({**sns.axes_style('whitegrid'), **sns.plotting_context('notebook'), 'axes.prop_cycle': colours, 'svg.hashsalt': 'fedbook'}):
+    with mpl.rc_context({**sns.axes_style('whitegrid'), **sns.plotting_context('notebook'),
+        'axes.prop_cycle': colours, 'svg.hashsalt': 'fedbook'}):
         yield
         for n in set(plt.get_fignums()).difference(before): settle(plt.figure(n))
 
@@ -602,10 +655,13 @@ def save_outputs(
     provenance:dict=None, # Added to what the table knows of its runs
     claims:Table=None, # What becomes of the paper's claims
 ) -> list[Path]: # The files
-    "Write table.md, table.html, numbers.csv, provenance.json, with claims claims.md and claims.csv, and with a figure figure.svg and figure.png"
+    """Write table.md, table.html, numbers.csv, provenance.json, with claims claims.md and claims.csv, and
+    with a figure figure.svg and figure.png"""
     about = json.dumps(plain({**table.provenance, **(provenance or {})}), indent=1, sort_keys=True)+'\n'
-    texts = {'table.md': table.to_markdown(), 'table.html': table.to_html(), 'numbers.csv': table.frame.to_csv(index=False), 'provenance.json': about}
-    if claims: texts.update({'claims.md': claims.to_markdown(), 'claims.csv': claims.frame.to_csv(index=False)})
+    texts = {'table.md': table.to_markdown(), 'table.html': table.to_html(),
+        'numbers.csv': table.frame.to_csv(index=False), 'provenance.json': about}
+    if claims:
+        texts.update({'claims.md': claims.to_markdown(), 'claims.csv': claims.frame.to_csv(index=False)})
     for name,text in texts.items():
         with writing(Path(folder)/name) as part: part.write_text(text, encoding='utf-8', newline='\n')
     return [Path(folder)/n for n in texts] + (save_figure(folder, figure) if figure else [])

@@ -40,7 +40,8 @@ def taking_part(
 ) -> dict[int, int]: # Client to how often it was drawn, ascending
     "The clients of a round; in an opening round, all"
     if r < 0: return dict.fromkeys(range(len(fed.data.clients)), 1)
-    ids,times = sample_clients(len(fed.data.clients), fed.protocol.per_round, fed.seed, r, fed.protocol.replace)
+    ids,times = sample_clients(len(fed.data.clients), fed.protocol.per_round, fed.seed, r,
+        fed.protocol.replace)
     return dict(zip(ids.tolist(), times.tolist()))
 
 # %% ../nbs/01_foundations/35_rounds.ipynb #035d3786
@@ -53,7 +54,8 @@ def next_buffers(
 ) -> dict: # New `buffers` and `client_buffers`
     "The buffers of server and clients after a round"
     server,own = state['buffers'],state['client_buffers']
-    if policy=='average' and server and replies: server = method.aggregate_buffers(server, [r['buffers'] for r in replies.values()], weights)
+    if policy=='average' and server and replies:
+        server = method.aggregate_buffers(server, [r['buffers'] for r in replies.values()], weights)
     if policy=='local': own = own.after({str(i): r['buffers'] for i,r in replies.items()})
     return dict(buffers=server, client_buffers=own)
 
@@ -72,11 +74,15 @@ def aggregated(
     server = fed.method.aggregate(old, [{**a['message'], 'client': i} for i,a in replies.items()], weights)
     if server is not old: server = leaves(in_order, server)
     new = dict(server=server, **next_buffers(fed.method, p.buffers, state, replies, weights))
-    spoilt = [] if finite(server, new['buffers']) else [i for i,a in replies.items() if not finite(a['message'], a['buffers'])]
+    spoilt = [] if finite(server, new['buffers']) else [i
+        for i,a in replies.items() if not finite(a['message'], a['buffers'])]
     misshapen = kind(server['w'])!=kind(old['w'])
     if not spoilt and not misshapen: return new,replies
-    for i in spoilt or replies: set_aside(fed, r, i, 'its message is not finite' if spoilt else f'aggregated, {difference(server["w"], old["w"])}')
-    return aggregated(fed, state, times, {i: a for i,a in replies.items() if i not in spoilt} if spoilt else {}, r)
+    for i in spoilt or replies:
+        set_aside(fed, r, i, 'its message is not finite' if spoilt
+            else f'aggregated, {difference(server["w"], old["w"])}')
+    return aggregated(fed, state, times, {i: a for i,a in replies.items() if i not in spoilt}
+        if spoilt else {}, r)
 
 # %% ../nbs/01_foundations/35_rounds.ipynb #1e720b34
 CLIENTS_AT_ONCE = 10 # Clients whose memories are in hand at a time
@@ -96,7 +102,8 @@ def notify_others(
     ids,down = [i for i in range(len(fed.data.clients)) if i not in part],0
     for k in range(0, len(ids), CLIENTS_AT_ONCE):
         views = client_views(fed, state, ids[k:k+CLIENTS_AT_ONCE], r)
-        memory,down = memory.after({str(c.id): heard(c) for c in views}),down + sum(nbytes(c.message) for c in views)
+        memory,down = memory.after({str(c.id): heard(c) for c in views}),down + sum(nbytes(c.message)
+            for c in views)
     return memory,down
 
 # %% ../nbs/01_foundations/35_rounds.ipynb #7e22d62d
@@ -110,11 +117,13 @@ def server_round(
     "What the server makes of a round's replies"
     replies = dict(zip(times, replies))
     new,good = aggregated(fed, state, times, usable(fed, state, replies, r), r)
-    memory,down = notify_others(fed, state, good, r, state['memory'].after({str(i): a['memory'] for i,a in good.items()}))
+    memory,down = notify_others(fed, state, good, r,
+        state['memory'].after({str(i): a['memory'] for i,a in good.items()}))
     sums = {k: sum(a[k] for a in good.values()) for k in ('loss','down','up')}
     rows = [['train_loss', sums['loss']/len(good)]] if good else []
     rows += [['bytes_down', sums['down']+down], ['bytes_up', sums['up']]]
-    return dict(new, memory=memory), [[r+1, None, *row] for row in rows] + [[r+1, i, 'set_aside', 1.] for i in times if i not in good]
+    return dict(new, memory=memory), [[r+1, None, *row] for row in rows] + [[r+1, i, 'set_aside', 1.]
+        for i in times if i not in good]
 
 # %% ../nbs/01_foundations/35_rounds.ipynb #5cae3527
 def one_round(
@@ -140,7 +149,8 @@ def scores_of(
     still = after['server'] is before['server'] and 1 < r < p.rounds
     if not still: rows += validate(fed, after, r)
     if r==p.rounds or r%p.evaluate_every==0 and not still: rows += evaluate(fed, after, r)
-    if p.personal_every and r < p.rounds and r%p.personal_every==0: rows += yield from evaluate_personal(fed, after, r)
+    if p.personal_every and r < p.rounds and r%p.personal_every==0:
+        rows += yield from evaluate_personal(fed, after, r)
     return rows
 
 # %% ../nbs/01_foundations/35_rounds.ipynb #7059872b
@@ -148,17 +158,23 @@ def rounds_of(
     fed:Federation, # The run
     checkpoint:Path=None, # A .safetensors file that is written after each round and taken up again
     on_round=lambda r: None, # Told the number of rounds done
-): # Yields (run, state, clients, round, work), takes each client's answer; in the end it returns the last state, and rows [round, client, metric, value]
-    "All rounds of a run, as questions; personal models are scored after the last, and between as the protocol says"
+    # Yields (run, state, clients, round, work), takes each client's answer; in the end it returns the last
+    # state, and rows [round, client, metric, value]
+):
+    """All rounds of a run, as questions; personal models are scored after the last, and between as the
+    protocol says"""
     checkpoint = checkpoint and Path(checkpoint)
     run,fed = checkpoint and identity(fed),ready(fed)
-    state,rows,done,p = begin(fed, checkpoint and checkpoint.with_suffix('.memory')),[],-fed.method.opening,fed.protocol
+    state,rows,done,p = begin(fed, checkpoint
+        and checkpoint.with_suffix('.memory')),[],-fed.method.opening,fed.protocol
     if checkpoint and checkpoint.exists(): state,rows,done = resume(checkpoint, state, run)
     for r in range(done, p.rounds):
         times = taking_part(fed, r)
         after,new = server_round(fed, state, times, (yield fed, state, list(times), r, attempted), r)
         rows += new + (yield from scores_of(fed, state, after, r+1))
-        if checkpoint: save({**after, **{k: written(after[k]) for k in PER_CLIENT}}, checkpoint, round=str(r+1), rows=json.dumps(rows), run=run)
+        if checkpoint:
+            save({**after, **{k: written(after[k]) for k in PER_CLIENT}}, checkpoint, round=str(r+1),
+                rows=json.dumps(rows), run=run)
         state = after # up to here the rows that the last checkpoint names were held
         on_round(r+1)
     return state,rows + (yield from evaluate_personal(fed, state, p.rounds))
@@ -181,9 +197,11 @@ def run_in_lockstep(
 
 # %% ../nbs/01_foundations/35_rounds.ipynb #7e763092
 def alike(asked:dict) -> list:
-    "Who asks for the same work by the same method: runs may be in different stages, or have come to their scores"
+    """Who asks for the same work by the same method:
+    runs may be in different stages, or have come to their scores"""
     groups = {}
-    for k,(fed,*_,work) in asked.items(): groups.setdefault((repr(fed.method), repr(fed.local), work), []).append(k)
+    for k,(fed,*_,work) in asked.items():
+        groups.setdefault((repr(fed.method), repr(fed.local), work), []).append(k)
     return list(groups.values())
 
 # %% ../nbs/01_foundations/35_rounds.ipynb #0a0ee179
@@ -194,7 +212,8 @@ def run(
     on_round=lambda r: None, # Told the number of rounds done
 ) -> tuple[dict, list]: # The last state, and rows [round, client, metric, value]
     "All rounds; personal models are scored after the last"
-    return run_in_lockstep([rounds_of(fed, checkpoint, on_round)], lambda asked: [engine(*a) for a in asked])[0]
+    return run_in_lockstep([rounds_of(fed, checkpoint, on_round)],
+        lambda asked: [engine(*a) for a in asked])[0]
 
 # %% ../nbs/01_foundations/35_rounds.ipynb #2f559287
 class Other(Exception): "A checkpoint is of another run"
@@ -211,6 +230,10 @@ def resume(
         if notes['run']!=run: raise Other
         state = leaves(in_order, state)
         kept = {k: read_back(state.get(k, {}), fresh[k].folder) for k in PER_CLIENT}
-    except Other: raise Refused(f'The checkpoint {checkpoint} is of another run: its method, network, data or settings differ; give another file, or delete it to start the run anew.') from None
-    except Exception as e: raise Refused(f'The checkpoint {checkpoint} cannot be read ({e}); delete it to start the run again.') from e
+    except Other:
+        raise Refused(f'The checkpoint {checkpoint} is of another run: its method, network, data or settings '
+            f'differ; give another file, or delete it to start the run anew.') from None
+    except Exception as e:
+        raise Refused(
+            f'The checkpoint {checkpoint} cannot be read ({e}); delete it to start the run again.') from e
     return {**{k: {} for k in fresh}, **state, **kept}, json.loads(notes['rows']), int(notes['round'])

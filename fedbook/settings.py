@@ -22,7 +22,8 @@ def setting(
     below=None, # A value it must stay under
 ): # A dataclass field
     "A dataclass field that carries its documentation and its bounds"
-    return field(default=default, metadata=dict(meaning=meaning, paper=paper, released=released, low=low, above=above, high=high, below=below))
+    return field(default=default, metadata=dict(meaning=meaning, paper=paper, released=released, low=low,
+        above=above, high=high, below=below))
 
 # %% ../nbs/01_foundations/04_settings.ipynb #0894df27
 @dataclass(frozen=True)
@@ -30,17 +31,20 @@ class Checked:
     "A dataclass whose `setting` fields are held to their bounds; raises `Refused`"
     def __post_init__(self):
         for f in fields(self):
-            if 'meaning' in f.metadata: check_bounds(f'{type(self).__name__} {f.name}', getattr(self, f.name), **f.metadata)
+            if 'meaning' in f.metadata:
+                check_bounds(f'{type(self).__name__} {f.name}', getattr(self, f.name), **f.metadata)
 
     def settings(self) -> dict: # Field name to value
         "The values of all fields"
         return {f.name: getattr(self, f.name) for f in fields(self)}
 
     def _repr_markdown_(self):
-        rows = [(f.name, getattr(self, f.name), *(f.metadata.get(k) for k in ('meaning','paper','released'))) for f in fields(self)]
+        rows = [(f.name, getattr(self, f.name), *(f.metadata.get(k) for k in ('meaning','paper','released')))
+            for f in fields(self)]
         head = f'**{type(self).__name__}**: {inspect.getdoc(self).splitlines()[0]}\n\n'
         lines = [' | '.join('–' if c is None else str(c) for c in r) for r in rows]
-        return head + ('\n'.join(f'| {l} |' for l in ['setting | value | meaning | paper | released', '--- | --- | --- | --- | ---', *lines]) if rows else '')
+        return head + ('\n'.join(f'| {l} |' for l in ['setting | value | meaning | paper | released',
+            '--- | --- | --- | --- | ---', *lines]) if rows else '')
 
 # %% ../nbs/01_foundations/04_settings.ipynb #20950489
 def check_bounds(
@@ -54,7 +58,8 @@ def check_bounds(
     bounds = {'at least': low, 'above': above, 'at most': high, 'below': below}
     wanted = ' and '.join(f'{k} {b}' for k,b in bounds.items() if b is not None)
     number = isinstance(value, (int,float)) and not isinstance(value, bool) and value == value
-    ok = number and (low is None or value >= low) and (above is None or value > above) and (high is None or value <= high) and (below is None or value < below)
+    ok = (number and (low is None or value >= low) and (above is None or value > above)
+        and (high is None or value <= high) and (below is None or value < below))
     require(ok, f'{name} must be a number {wanted}, not {value!r}.')
 
 # %% ../nbs/01_foundations/04_settings.ipynb #3cb8ead5
@@ -80,4 +85,5 @@ def check_names(
     for k in given:
         if k in known: continue
         near = nearest(k, known)
-        raise Refused(f'{owner[0].upper()+owner[1:]} has no setting {k!r}; ' + (f'did you mean {near!r}?' if near else f'it has {", ".join(known) or "none"}.'))
+        raise Refused(f'{owner[0].upper()+owner[1:]} has no setting {k!r}; '
+            + (f'did you mean {near!r}?' if near else f'it has {", ".join(known) or "none"}.'))

@@ -25,7 +25,8 @@ def bare(
     tree = ast.parse(source)
     for node in ast.walk(tree):
         body = getattr(node, 'body', None)
-        if isinstance(body, list) and body and isinstance(body[0], ast.Expr) and isinstance(getattr(body[0], 'value', None), ast.Constant):
+        if isinstance(body, list) and body and isinstance(body[0],
+            ast.Expr) and isinstance(getattr(body[0], 'value', None), ast.Constant):
             node.body = body[1:] or [ast.Pass()]
     return ast.unparse(tree)
 
@@ -80,7 +81,8 @@ def counts(
     "Whether a module is fedbook's or the reader's own"
     top = module.partition('.')[0]
     if top in sys.stdlib_module_names: return False
-    if top not in ours and any(installed(located(m)) for m in (top, module)): return False # the top first: finding a module loads what lies above it
+    # the top first: finding a module loads what lies above it
+    if top not in ours and any(installed(located(m)) for m in (top, module)): return False
     return located(module).endswith('.py')
 
 # %% ../nbs/01_foundations/07_sources.ipynb #264a47b1
@@ -100,12 +102,17 @@ def text(
 ) -> str: # Without comments
     "The source of a function, also of one in a notebook; raises `Refused` where there is none"
     try: lines = inspect.getsource(f)
-    except (OSError, TypeError) as e: raise Refused(f'The source of {name} is not to be had, so its results could not be told from those of another; put it into a module and import it.') from e
+    except (OSError, TypeError) as e:
+        raise Refused(
+            f'The source of {name} is not to be had, so its results could not be told from those of another; '
+            f'put it into a module and import it.') from e
     try: return bare(dedent(lines))
     except SyntaxError: return lines.strip() # a lambda in the middle of a statement
 
 # %% ../nbs/01_foundations/07_sources.ipynb #5be77e1c
-MADE = {'__init__','__repr__','__eq__','__hash__','__setattr__','__delattr__','__lt__','__le__','__gt__','__ge__'} # By `dataclass`
+# By `dataclass`
+MADE = {'__init__','__repr__','__eq__','__hash__','__setattr__','__delattr__','__lt__','__le__',
+    '__gt__','__ge__'}
 
 def parts(
     c:type, # A class
@@ -113,10 +120,14 @@ def parts(
     "What a class defines itself"
     made = MADE if '__dataclass_fields__' in vars(c) else set()
     inside = {staticmethod: '__func__', classmethod: '__func__', property: 'fget', cached_property: 'func'}
-    functions = {k: inspect.unwrap(getattr(v, inside[type(v)]) if type(v) in inside else v) for k,v in vars(c).items()}
-    written = {k: f for k,f in functions.items() if isinstance(f, FunctionType) and not (k in made and f.__code__.co_filename=='<string>')}
-    values = {k: v for k,v in vars(c).items() if k not in written and not (k.startswith('__') or k=='_abc_impl')}
-    factories = {k: f.default_factory for k,f in vars(c).get('__dataclass_fields__', {}).items() if isinstance(f.default_factory, (type,FunctionType))}
+    functions = {k: inspect.unwrap(getattr(v, inside[type(v)]) if type(v) in inside else v)
+        for k,v in vars(c).items()}
+    written = {k: f for k,f in functions.items() if isinstance(f, FunctionType)
+        and not (k in made and f.__code__.co_filename=='<string>')}
+    values = {k: v for k,v in vars(c).items() if k not in written
+        and not (k.startswith('__') or k=='_abc_impl')}
+    factories = {k: f.default_factory for k,f in vars(c).get('__dataclass_fields__', {}).items()
+        if isinstance(f.default_factory, (type,FunctionType))}
     return {**values, **written, **factories, 'fields': list(vars(c).get('__annotations__', {}))}
 
 # %% ../nbs/01_foundations/07_sources.ipynb #0969d031
@@ -125,7 +136,9 @@ def alike(
     b:type, # Another
 ) -> bool: # Whether their sources are the same
     "Do two classes say the same?"
-    def said(c): return [p.__name__ for p in c.__bases__],{k: text(v, f'{c.__name__}.{k}') if isinstance(v, FunctionType) else repr(v) for k,v in parts(c).items()}
+    def said(c):
+        return [p.__name__ for p in c.__bases__],{k: text(v, f'{c.__name__}.{k}')
+            if isinstance(v, FunctionType) else repr(v) for k,v in parts(c).items()}
     try: return said(a)==said(b)
     except Refused: return False # whose source is not to be had is like no other
 
@@ -146,7 +159,8 @@ class Sources:
         for meant in names: self.module(next((m for m in meant if counts(m, self.ours)), ''))
 
     def add(self, o, name:str):
-        "Add an object, called `name` in refusals, and all that it uses; raises `Refused` where it cannot be compared"
+        """Add an object, called `name` in refusals, and all that it uses;
+        raises `Refused` where it cannot be compared"""
         if callable(o): o = inspect.unwrap(o)
         if any(o is b for b in (*self.but, *self.seen) if not isinstance(b, str)): return
         if isinstance(o, ModuleType): self.module(o.__name__)
@@ -154,7 +168,8 @@ class Sources:
             self.seen.append(o)
             if o.__module__ in self.apart: self.piece(o, name)
             else: self.module(o.__module__)
-        elif isinstance(o, MethodType) or not hasattr(o, '__name__'): self.value(o, name) # what else has a name is compiled, and installed
+        # what else has a name is compiled, and installed
+        elif isinstance(o, MethodType) or not hasattr(o, '__name__'): self.value(o, name)
 
     def piece(self, o, name:str):
         "Add a class or a function of a notebook"
@@ -163,9 +178,11 @@ class Sources:
             for k,v in parts(o).items(): self.add(v, f'{name}.{k}')
             return
         self.found[name] = text(o, name)
-        around = {k: c.cell_contents for k,c in zip(o.__code__.co_freevars, o.__closure__ or ()) if k!='__class__'}
+        around = {k: c.cell_contents for k,c in zip(o.__code__.co_freevars, o.__closure__ or ())
+            if k!='__class__'}
         used = {k: o.__globals__[k] for k in sorted(globals_of(o.__code__)) if k in o.__globals__}
-        for k,v in {**used, **around, 'defaults': [o.__defaults__, o.__kwdefaults__]}.items(): self.add(v, f'{name}: {k}')
+        for k,v in {**used, **around, 'defaults': [o.__defaults__, o.__kwdefaults__]}.items():
+            self.add(v, f'{name}: {k}')
 
     def value(self, o, name:str):
         "Add a number, a text, or what is made of them"
@@ -175,4 +192,7 @@ class Sources:
         if isinstance(o, (list,tuple)):
             for i,v in enumerate(o): self.add(v, f'{name}[{i}]')
         elif o is None or isinstance(o, (bool,int,float,str,bytes)): self.found[name] = repr(o)
-        else: raise Refused(f'{name} is a {type(o).__name__}, which cannot be compared with that of another run; put what uses it into a module and import it.')
+        else:
+            raise Refused(
+                f'{name} is a {type(o).__name__}, which cannot be compared with that of another run; put '
+                f'what uses it into a module and import it.')

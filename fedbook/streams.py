@@ -28,7 +28,8 @@ def stream(
 
 # %% ../nbs/01_foundations/01_streams.ipynb #0b8998b8
 class seeded:
-    "Inside the block PyTorch draws from the stream named `where`, and goes on in it when entered again; afterwards everything is as before"
+    """Inside the block PyTorch draws from the stream named `where`, and goes on in it when entered again;
+    afterwards everything is as before"""
     def __init__(self,
         seed:int, # The run's seed
         *where, # The draw's name
@@ -39,7 +40,8 @@ class seeded:
 
     def __enter__(self):
         self.before = [g.get_state() for g in self.lent]
-        for i,g in enumerate(self.lent): g.set_state(self.own[i]) if self.own else g.manual_seed(key(*self.name))
+        for i,g in enumerate(self.lent):
+            g.set_state(self.own[i]) if self.own else g.manual_seed(key(*self.name))
 
     def __exit__(self, *error):
         self.own = [g.get_state() for g in self.lent]

@@ -29,7 +29,8 @@ def html(
 ) -> str: # Without a final line break
     "An HTML table"
     def line(tag, r): return '<tr>'+''.join(f'<{tag}>{escape(str(c))}</{tag}>' for c in r)+'</tr>'
-    return '\n'.join(['<table>', f'<thead>{line("th", header)}</thead>', '<tbody>', *(line('td', r) for r in rows), '</tbody>', '</table>'])
+    return '\n'.join(['<table>', f'<thead>{line("th", header)}</thead>', '<tbody>',
+        *(line('td', r) for r in rows), '</tbody>', '</table>'])
 
 # %% ../nbs/01_foundations/39_tables.ipynb #2ddf6fa1
 @dataclass
@@ -46,10 +47,12 @@ class Table:
     def legend(self): return [] # how to read a cell
     def to_markdown(self):
         notes = '\n'.join(f'- {n}' for n in [*self.legend(), *self.notes])
-        return '\n\n'.join(p for p in (self.title and f'**{self.title}**', self.in_markdown(), notes) if p)+'\n'
+        return '\n\n'.join(p for p in (self.title and f'**{self.title}**', self.in_markdown(), notes)
+            if p)+'\n'
     def to_html(self):
         notes = ''.join(f'<li>{escape(n)}</li>\n' for n in [*self.legend(), *self.notes])
-        return (f'<p><strong>{escape(self.title)}</strong></p>\n' if self.title else '')+self.in_html()+f'\n<ul>\n{notes}</ul>\n'
+        return (f'<p><strong>{escape(self.title)}</strong></p>\n' if self.title
+            else '')+self.in_html()+f'\n<ul>\n{notes}</ul>\n'
     def _repr_markdown_(self): return self.to_markdown()
     def _repr_html_(self): return self.to_html()
 
@@ -73,7 +76,8 @@ def heading(
 ) -> str: # E.g. 'α = 0.3', 'Accuracy (%) ↑'
     "What stands above a column or before a row; the arrow shows where the better values are"
     if value is None: return '–'
-    if key=='metric': return f"{shape.names.get(value, value)} {'↑' if shape.signs.get(value, 1) > 0 else '↓'}"
+    if key=='metric':
+        return f"{shape.names.get(value, value)} {'↑' if shape.signs.get(value, 1) > 0 else '↓'}"
     return f'{shape.names.get(key, key)} = {value:g}' if isinstance(value, numbers.Number) else str(value)
 
 # %% ../nbs/01_foundations/39_tables.ipynb #c6bda392
@@ -98,7 +102,8 @@ def line_of(
 ) -> Line:
     "A row of a comparison as a line of a cell"
     ours = row['verdict'] if row['verdict']=='diverged' else row['ours']
-    return Line(ours, '' if row['low']=='–' else f"[{row['low']}, {row['high']}]", row['verdict'], best, label)
+    return Line(ours, '' if row['low']=='–' else f"[{row['low']}, {row['high']}]",
+        row['verdict'], best, label)
 
 # %% ../nbs/01_foundations/39_tables.ipynb #d697f493
 def line_markdown(l:Line) -> str:
@@ -107,7 +112,8 @@ def line_markdown(l:Line) -> str:
 
 def line_html(l:Line) -> str:
     "The same with the verdict as a title"
-    words = ' '.join(filter(None, [f'<b>{l.ours}</b>' if l.best else l.ours, l.ends, l.mark, l.label and f'<i>{escape(l.label)}</i>']))
+    words = ' '.join(filter(None,
+        [f'<b>{l.ours}</b>' if l.best else l.ours, l.ends, l.mark, l.label and f'<i>{escape(l.label)}</i>']))
     grey = ' style="color:gray"' if l.verdict.startswith('undecided') else ''
     return f'<span title="{escape(l.verdict)}"{grey}>{words}</span>'
 
@@ -135,9 +141,11 @@ def cell_of(
     "One cell; variants with the same outcome share a line, those that were not run have none"
     shared = {}
     for r,b,k in zip(rows, best, kinds):
-        if r['n']!='0': shared.setdefault((r['ours'], r['low'], r['high'], r['verdict']), []).append((r, b, k))
+        if r['n']!='0':
+            shared.setdefault((r['ours'], r['low'], r['high'], r['verdict']), []).append((r, b, k))
     here = {k for found in shared.values() for *_,k in found}
-    told = [len(set(values)) > 1 for values in zip(*(here if len(here) > 1 else min(usual, key=len)))] # what tells lines apart
+    # what tells lines apart
+    told = [len(set(values)) > 1 for values in zip(*(here if len(here) > 1 else min(usual, key=len)))]
     def words(k): return ' '.join(v for v,t in zip(k, told) if t)
     def label(found): return '' if {k for *_,k in found} in usual else ', '.join(words(k) for *_,k in found)
     printed = '' if rows[0]['printed']=='–' else rows[0]['printed']
@@ -186,9 +194,12 @@ def before(
     grid:Grid, # A table
 ) -> list[list[str]]: # For each row as many texts as `shape.down`
     "What stands before the rows; a value that holds for several is written once"
-    def text(k, v): return heading(grid.shape, k, v) if k=='metric' else f'{v:g}' if isinstance(v, numbers.Number) else heading(grid.shape, k, v)
+    def text(k, v):
+        return heading(grid.shape, k, v) if k=='metric' else f'{v:g}' if isinstance(v,
+            numbers.Number) else heading(grid.shape, k, v)
     full = [[text(k, v) for k,v in zip(grid.shape.down, r)] for r in grid.rows]
-    return [[t if not i or r[:j+1]!=full[i-1][:j+1] else '' for j,t in enumerate(r)] for i,r in enumerate(full)]
+    return [[t if not i or r[:j+1]!=full[i-1][:j+1] else '' for j,t in enumerate(r)]
+        for i,r in enumerate(full)]
 
 # %% ../nbs/01_foundations/39_tables.ipynb #d0cd4ce9
 def grid_of(
@@ -200,12 +211,15 @@ def grid_of(
     "A comparison in the paper's shape"
     best,found = best_of(rows, shape),{}
     def kind(r): return tuple(str(r[k]) for k in kinds)
-    for i,r in enumerate(rows): found.setdefault((tuple(r[k] for k in shape.down), tuple(r[k] for k in shape.across)), []).append(i)
-    def ran(side, key): return {kind(rows[i]) for k,some in found.items() if k[side]==key for i in some if rows[i]['n']}
+    for i,r in enumerate(rows):
+        found.setdefault((tuple(r[k] for k in shape.down), tuple(r[k] for k in shape.across)), []).append(i)
+    def ran(side, key):
+        return {kind(rows[i]) for k,some in found.items() if k[side]==key for i in some if rows[i]['n']}
     seen = [{k: ran(side, k) for k in dict.fromkeys(key[side] for key in found)} for side in (0, 1)]
     def one(key, some):
         bold = (*(rows[some[0]][k] for k in shape.cell), rows[some[0]]['metric']) in shape.bold
-        return cell_of([texts[i] for i in some], [best[i] for i in some], [kind(rows[i]) for i in some], [seen[0][key[0]], seen[1][key[1]]], bold)
+        return cell_of([texts[i] for i in some], [best[i] for i in some], [kind(rows[i]) for i in some],
+            [seen[0][key[0]], seen[1][key[1]]], bold)
     return Grid(shape, {k: one(k, some) for k,some in found.items()})
 
 # %% ../nbs/01_foundations/39_tables.ipynb #ff88b678
@@ -235,11 +249,15 @@ def grid_html(
 ) -> str: # Without a final line break
     "The grid in HTML"
     def cell(r, c): return f'<td>{grid.cells[r,c].to_html() if (r,c) in grid.cells else ""}</td>'
-    def line(b, r): return '<tr>'+''.join(f'<td>{escape(t)}</td>' for t in b)+''.join(cell(r, c) for c in grid.columns)+'</tr>'
-    return '\n'.join(['<table>', f'<thead>{header_html(grid)}</thead>', '<tbody>', *map(line, before(grid), grid.rows), '</tbody>', '</table>'])
+    def line(b, r):
+        return '<tr>'+''.join(f'<td>{escape(t)}</td>' for t in b)+''.join(cell(r, c)
+            for c in grid.columns)+'</tr>'
+    return '\n'.join(['<table>', f'<thead>{header_html(grid)}</thead>', '<tbody>',
+        *map(line, before(grid), grid.rows), '</tbody>', '</table>'])
 
 # %% ../nbs/01_foundations/39_tables.ipynb #1d5185e9
-WORDS = {'≈': '≈ agrees with the printed value', '?': '? undecided: one seed, or an interval that reaches both sides of what would agree'}
+WORDS = {'≈': '≈ agrees with the printed value',
+    '?': '? undecided: one seed, or an interval that reaches both sides of what would agree'}
 
 def legend_of(
     grid:Grid, # A table
@@ -249,7 +267,9 @@ def legend_of(
     parts,m = ['printed → ours' if printed else '→ ours'],next(iter(grid.shape.signs))
     if any(l.ends for l in lines): parts.append('in brackets its 95 % interval over seeds')
     parts += [w for m,w in WORDS.items() if m in {l.mark for l in lines}]
-    if any(l.best for l in lines): parts.append('the best of ours is bold'+', as is what the paper prints in bold'*any(c.bold for c in grid.cells.values()))
+    if any(l.best for l in lines):
+        parts.append('the best of ours is bold'+', as is what the paper prints in bold'*any(c.bold
+            for c in grid.cells.values()))
     if not all(c.lines for c in grid.cells.values()): parts.append('– was not run')
     way = f"{heading(grid.shape, 'metric', m)}: " if 'metric' not in grid.shape.down+grid.shape.across else ''
     return [f'{way}each cell: '.capitalize()+'; '.join(parts)+'. ↑: higher is better; ↓: lower is better.']

@@ -52,7 +52,8 @@ def gradient(
     "The gradient of `f` at `w`; zero for a tensor that `f` does not use"
     at = {k: v.detach().requires_grad_() for k,v in w.items()}
     value = f(at)
-    return dict(zip(at, torch.autograd.grad(value, list(at.values()), materialize_grads=True))), value.detach()
+    return (dict(zip(at, torch.autograd.grad(value, list(at.values()), materialize_grads=True))),
+        value.detach())
 
 # %% ../nbs/01_foundations/03_tensors.ipynb #8641486c
 def leaves(
@@ -60,7 +61,8 @@ def leaves(
     *trees:dict, # Nested dicts of tensors, all alike
 ) -> dict: # A tree
     "`f` applied leaf by leaf"
-    return {k: leaves(f, *(t[k] for t in trees)) if isinstance(v, dict) else f(*(t[k] for t in trees)) for k,v in trees[0].items()}
+    return {k: leaves(f, *(t[k] for t in trees)) if isinstance(v, dict) else f(*(t[k] for t in trees))
+        for k,v in trees[0].items()}
 
 def clone(tree:dict) -> dict: # The same values in memory of their own
     "A copy that can be changed without changing `tree`"
@@ -79,18 +81,23 @@ def stack(
 def alike(trees:list[dict]) -> bool:
     "Have they the same names?"
     first,*rest = trees
-    return all(t.keys()==first.keys() for t in rest) and all(alike([t[k] for t in trees]) for k,v in first.items() if isinstance(v, dict))
+    return (all(t.keys()==first.keys() for t in rest)
+        and all(alike([t[k] for t in trees]) for k,v in first.items() if isinstance(v, dict)))
 
 # %% ../nbs/01_foundations/03_tensors.ipynb #1fef6599
 def stack_tensors(
     ts:list[Tensor], # Of one shape
 ) -> Tensor: # [tensors, …]
-    "Tensors as rows of one; without a copy where they are one tensor, or lie one after another in one; raises `Unlike`"
+    """Tensors as rows of one; without a copy where they are one tensor, or lie one after another in one;
+    raises `Unlike`"""
     first,*rest = ts
     if all(t is first for t in rest): return first.expand(len(ts), *first.shape)
-    if any(t.shape != first.shape or t.dtype != first.dtype for t in rest): raise Unlike('its clients have tensors of different shapes')
+    if any(t.shape != first.shape or t.dtype != first.dtype for t in rest):
+        raise Unlike('its clients have tensors of different shapes')
     whole,step = first._base,(rest[0].data_ptr()-first.data_ptr())//first.element_size()
-    def follows(j, t): return t._base is whole and (t.shape, t.stride(), t.dtype)==(first.shape, first.stride(), first.dtype) and t.data_ptr()==first.data_ptr()+j*step*t.element_size()
+    def follows(j, t):
+        return t._base is whole and (t.shape, t.stride(), t.dtype)==(first.shape, first.stride(),
+            first.dtype) and t.data_ptr()==first.data_ptr()+j*step*t.element_size()
     if whole is None or step < 1 or not all(follows(j, t) for j,t in enumerate(ts)): return torch.stack(ts)
     return first.as_strided((len(ts), *first.shape), (step, *first.stride()))
 
@@ -102,10 +109,12 @@ def unstack(tree:dict, n:int) -> list[dict]:
 
 # %% ../nbs/01_foundations/03_tensors.ipynb #53b5e87b
 def channels_last(t:Tensor) -> Tensor: # The same values
-    "Images or kernels [a, c, h, w] with the channels of a pixel side by side in memory; anything else as it is"
+    """Images or kernels [a, c, h, w] with the channels of a pixel side by side in memory;
+    anything else as it is"""
     if t.dim() != 4: return t
     _,c,h,w = t.shape
-    return t.contiguous(memory_format=torch.channels_last).as_strided(t.shape, (c*h*w, 1, c*w, c)) # with one channel both orders are one, but kernels are chosen by strides
+    # with one channel both orders are one, but kernels are chosen by strides
+    return t.contiguous(memory_format=torch.channels_last).as_strided(t.shape, (c*h*w, 1, c*w, c))
 
 # %% ../nbs/01_foundations/03_tensors.ipynb #7e6f7d0d
 def in_order(t:Tensor) -> Tensor: # The same values
@@ -119,7 +128,8 @@ def flatten(
 ) -> dict: # One level, names joined by '/'
     "The tensors of a nested dict under their full names"
     out = {}
-    for k,v in tree.items(): out.update(flatten(v, f'{prefix}{k}/') if isinstance(v, Mapping) else {f'{prefix}{k}': v})
+    for k,v in tree.items():
+        out.update(flatten(v, f'{prefix}{k}/') if isinstance(v, Mapping) else {f'{prefix}{k}': v})
     return out
 
 # %% ../nbs/01_foundations/03_tensors.ipynb #0f4b0ad0
@@ -163,8 +173,10 @@ def save(
 def load(
     path:Path|str, # A .safetensors file
     device:str='cpu', # Where the tensors go
-) -> tuple[dict, dict]: # The tree, its names in the order in which they were saved, and the notes of the header
-    "Read what `save` wrote, into memory of its own: a tensor mapped from a file dies with the file; raises `ValueError` where a bit of it has changed"
+    # The tree, its names in the order in which they were saved, and the notes of the header
+) -> tuple[dict, dict]:
+    """Read what `save` wrote, into memory of its own: a tensor mapped from a file dies with the file;
+    raises `ValueError` where a bit of it has changed"""
     from safetensors import safe_open
     with safe_open(path, 'pt', device=str(device)) as f:
         notes = f.metadata() or {}

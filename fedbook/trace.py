@@ -33,7 +33,10 @@ HIDDEN = {f.name for f in fields(Client)} - set(SEEN)
 class Shared(Client):
     "A client as a step sees it that many clients and rounds share"
     def __getattribute__(self, name):
-        if name in HIDDEN: raise Unseen(f'its step looks at c.{name}, which differs between clients or rounds; let start put what it needs into the memory, as a tensor')
+        if name in HIDDEN:
+            raise Unseen(
+                f'its step looks at c.{name}, which differs between clients or rounds; let start put what it '
+                f'needs into the memory, as a tensor')
         return super().__getattribute__(name)
 
 # %% ../nbs/01_foundations/36_trace.ipynb #28ee35f7
@@ -48,7 +51,8 @@ def flat_step(
     def step(*flat):
         *flat,x,y,scale = flat
         (w,s,buffers),(message,memory,whole) = tree_unflatten(flat, spec)
-        c = Shared(net, local, None, None, None, None, None, message, memory, buffers, phase=phase, trains=method.trains(phase))
+        c = Shared(net, local, None, None, None, None, None, message, memory, buffers, phase=phase,
+            trains=method.trains(phase))
         w,s,loss = local_step(method, c, w, s, dict(x=x, y=y), scale, whole)
         return tree_flatten((w, s))[0] + [loss]
     return step
@@ -72,7 +76,8 @@ def trace(
 ) -> torch.fx.GraphModule: # The same function
     "The operations of `f`, noted without computing anything"
     picked = {aten.nll_loss_forward.default: nll, aten.nll_loss_backward.default: nll_backward}
-    return make_fx(f, picked, 'fake', _allow_non_fake_inputs=True)(*(t.detach() for t in flat)) # one tensor given twice is two inputs
+    # one tensor given twice is two inputs
+    return make_fx(f, picked, 'fake', _allow_non_fake_inputs=True)(*(t.detach() for t in flat))
 
 @lru_cache
 def ready_to_trace():
@@ -82,11 +87,14 @@ def ready_to_trace():
 # %% ../nbs/01_foundations/36_trace.ipynb #e2d9d840
 def take_out_draws(
     gm:torch.fx.GraphModule, # A step of one client; its random operations become inputs at its end
-) -> list: # Per random operation, the arguments of `draw`; raises `NotImplementedError` where a draw depends on data
+    # Per random operation, the arguments of `draw`; raises `NotImplementedError` where a draw depends on data
+) -> list:
     "Make a step's random numbers its inputs"
     draws,last = [],[n for n in gm.graph.nodes if n.op=='placeholder'][-1]
-    for n in [n for n in gm.graph.nodes if torch.Tag.nondeterministic_seeded in getattr(n.target, 'tags', ())]:
-        if n.target not in (aten.bernoulli_.float, aten.rand_like.default, aten.randn_like.default): raise NotImplementedError(f'{n.target} draws random numbers that depend on data')
+    for n in [n for n in gm.graph.nodes if torch.Tag.nondeterministic_seeded in getattr(n.target,
+        'tags', ())]:
+        if n.target not in (aten.bernoulli_.float, aten.rand_like.default, aten.randn_like.default):
+            raise NotImplementedError(f'{n.target} draws random numbers that depend on data')
         t = n.meta['val']; draws.append((n.target, t.shape, t.stride(), t.dtype, t.device, n.args[1:]))
         with gm.graph.inserting_after(last): last = gm.graph.placeholder(f'draw{len(draws)}')
         last.meta = n.meta
@@ -109,7 +117,8 @@ def simplify(
     for n in [n for n in graph.nodes if n.op=='call_function' and n.args]:
         x = n.args[0]
         if idle(n, x): n.replace_all_uses_with(x)
-        elif n.target in TURNS and x.target is n.target and x.args[1:]==n.args[1:]: n.replace_all_uses_with(x.args[0])
+        elif n.target in TURNS and x.target is n.target and x.args[1:]==n.args[1:]:
+            n.replace_all_uses_with(x.args[0])
     graph.eliminate_dead_code()
 
 # %% ../nbs/01_foundations/36_trace.ipynb #d60f73ce
@@ -118,8 +127,10 @@ SAME_SHAPE = (aten.detach.default, aten.view.default, aten.expand.default, aten.
 def idle(n, x) -> bool:
     "Is the operation `n` on `x` nothing but `x`?"
     t,u = n.meta.get('val'),x.meta.get('val') if isinstance(x, torch.fx.Node) else None
-    if not isinstance(t, Tensor) or not isinstance(u, Tensor) or t.shape != u.shape or t.dtype != u.dtype: return False
-    return n.target in SAME_SHAPE or (n.target is aten.mul.Scalar and n.args[1]==1) or (n.target is aten.mul.Tensor and ones(n.args[1]))
+    if not isinstance(t, Tensor) or not isinstance(u, Tensor) or t.shape != u.shape or t.dtype != u.dtype:
+        return False
+    return (n.target in SAME_SHAPE or (n.target is aten.mul.Scalar and n.args[1]==1)
+        or (n.target is aten.mul.Tensor and ones(n.args[1])))
 
 def ones(n) -> bool:
     "Is it the gradient of the loss by itself?"
@@ -134,12 +145,15 @@ def pool_first(
     for pool in list(graph.nodes):
         if pool.target is not aten.max_pool2d_with_indices.default: continue
         relu,users = pool.args[0],{u.target: u for u in pool.args[0].users}
-        back,cut = users.get(aten.max_pool2d_with_indices_backward.default),users.get(aten.threshold_backward.default)
-        if relu.target is not aten.relu.default or not back or not cut or len(relu.users)!=3 or set(back.users)!={cut}: continue
+        back,cut = users.get(aten.max_pool2d_with_indices_backward.default),users.get(
+            aten.threshold_backward.default)
+        if relu.target is not aten.relu.default or not back or not cut or len(relu.users)!=3 or set(
+            back.users)!={cut}: continue
         out = next(u for u in pool.users if u.args[1]==0)
         with graph.inserting_after(out): z = graph.call_function(aten.relu.default, (out,))
         out.replace_all_uses_with(z, lambda user: user is not z)
-        with graph.inserting_before(back): g = graph.call_function(aten.threshold_backward.default, (back.args[0], z, 0))
+        with graph.inserting_before(back):
+            g = graph.call_function(aten.threshold_backward.default, (back.args[0], z, 0))
         pool.args,back.args = (relu.args[0], *pool.args[1:]),(g, relu.args[0], *back.args[2:])
         cut.replace_all_uses_with(back)
         z.meta,g.meta = out.meta,out.meta
@@ -152,7 +166,8 @@ def multiple(
 ) -> float: # `None` where it is none
     "The constant k of a node that is k·scale"
     if n is scale: return 1.
-    if getattr(n, 'target', None) is not aten.mul.Tensor or not isinstance(n.args[1], (int, float)): return None
+    if getattr(n, 'target', None) is not aten.mul.Tensor or not isinstance(n.args[1], (int, float)):
+        return None
     k = multiple(n.args[0], scale)
     return None if k is None else k*n.args[1]
 
@@ -163,7 +178,8 @@ def move(
     scale, # The node of the scale
 ): # (k, g), or `None`
     "The k and g of an update old − k·scale·g"
-    if new.target is not aten.sub.Tensor or new.args[0] is not old or getattr(new.args[1], 'target', None) is not aten.mul.Tensor: return None
+    if new.target is not aten.sub.Tensor or new.args[0] is not old or getattr(new.args[1], 'target',
+        None) is not aten.mul.Tensor: return None
     a,g = new.args[1].args
     k = multiple(a, scale)
     return None if k is None else (k, g)
@@ -185,12 +201,15 @@ def product(
     turned = g.target in TURNS
     m = g.args[0] if turned else g
     op = {aten.mm.default: aten.addmm_.default, aten.bmm.default: aten.baddbmm_.default}.get(m.target)
-    if not op or m.meta['val'].dim() != g.meta['val'].dim() or any(source(f) in kept for f in m.args): return None
+    if not op or m.meta['val'].dim() != g.meta['val'].dim() or any(source(f) in kept for f in m.args):
+        return None
     return op, m.args, g.args[1:] if turned else None
 
 # %% ../nbs/01_foundations/36_trace.ipynb #857bb758
 def in_place(
-    gm:torch.fx.GraphModule, # A step; from now on its results take the place of its first inputs, and it returns the last result, the loss
+    # A step; from now on its results take the place of its first inputs, and it returns the last result, the
+    # loss
+    gm:torch.fx.GraphModule,
     pairs:int, # How many
     scale:int, # Which input is the scale; after the last input there is one more, the scale as a number
 ):
@@ -198,7 +217,8 @@ def in_place(
     graph,(*nodes,out) = gm.graph,gm.graph.nodes
     inputs = [n for n in nodes if n.op=='placeholder']
     with graph.inserting_after(inputs[-1]): number = graph.placeholder('number')
-    changes = [(old, new, move(old, new, inputs[scale])) for old,new in zip(inputs, out.args[0][:pairs]) if new is not old]
+    changes = [(old, new, move(old, new, inputs[scale]))
+        for old,new in zip(inputs, out.args[0][:pairs]) if new is not old]
     kept = {old for old,*_ in changes}
     with graph.inserting_before(out):
         for f,*args in [change(graph, old, new, step, number, kept) for old,new,step in changes]: f(*args)
@@ -207,7 +227,8 @@ def in_place(
 
 # %% ../nbs/01_foundations/36_trace.ipynb #96e008ee
 def change(graph, old, new, step, number, kept):
-    "The operations that bring `new` to `old`: those that only read come at once, the one that writes comes back, to be done when all have read"
+    """The operations that bring `new` to `old`: those that only read come at once, the one that writes comes
+    back, to be done when all have read"""
     def safe(n): return graph.call_function(aten.clone.default, (n,)) if source(n) in kept else n
     if not step: return graph.call_function, aten.copy_.default, (old, safe(new))
     k,g = step
@@ -232,7 +253,8 @@ def compiled(
 
 # %% ../nbs/01_foundations/36_trace.ipynb #aa3bb850
 class Step:
-    "The local step of a run, and its lists: one for every number of clients and size of batch that is worth one"
+    """The local step of a run, and its lists: one for every number of clients and size of batch that is
+    worth one"""
     def __init__(self, method:FedAvg, local:LocalTraining, net:Net):
         self.parts,self.kinds,self.lists,self.places,self.recordings = (method, local, net),{},{},{},{}
 
@@ -288,7 +310,8 @@ class Bound:
         record=None, # `recording`, or `None` to launch one operation after the other
         phase=None, # Of the method
     ):
-        self.step,self.streams,self.clients,self.worth,self.record,self.phase = step,streams,len(streams),worth,record,phase
+        self.step,self.streams,self.clients,self.worth,self.record,self.phase = step,streams,len(
+            streams),worth,record,phase
         self.flat,self.spec = tree_flatten((carry, given))
         self.changing = self.spec.child(0).num_leaves
         kind = phase,self.spec,tuple((t.shape, t.stride(), t.dtype) for t in self.flat)
@@ -306,7 +329,8 @@ class Bound:
 def list_for(bound, n, flat, x, y):
     "The list for these shapes, made when they come for the first time"
     key,lists = (n, flat is bound.flat, x.shape, x.stride(), bound.kind),bound.step.lists
-    if key not in lists: lists[key] = finished(bound.step, n, bound.spec, *flat, x, y, number(1., x.device), phase=bound.phase)
+    if key not in lists:
+        lists[key] = finished(bound.step, n, bound.spec, *flat, x, y, number(1., x.device), phase=bound.phase)
     return lists[key]
 
 @lru_cache(maxsize=1024)
@@ -328,13 +352,15 @@ def together(bound, rows, x, y, scale):
     "The step of the clients `rows`"
     a,n = rows[0],len(rows)
     apart = None if rows[-1]-a+1==n else torch.tensor(rows, device=x.device)
-    flat = bound.flat if n==bound.clients else [t[a:a+n] if apart is None else t.index_select(0, apart) for t in bound.flat]
+    flat = bound.flat if n==bound.clients else [t[a:a+n] if apart is None else t.index_select(0, apart)
+        for t in bound.flat]
     run,draws = list_for(bound, n, flat, x, y)
     noise = zip(*(drawn(bound.streams[j], draws) for j in rows)) if draws else ()
     noise = [torch.stack(d) for d in noise]
     if bound.record and flat is bound.flat: return replayed(bound, run, scale, x, y, *noise)
     with torch.inference_mode(): losses = run(*flat, x, y, number(scale, x.device), *noise, scale)
-    for old,t in zip(bound.flat[:bound.changing], flat) if apart is not None else (): old.index_copy_(0, apart, t)
+    for old,t in zip(bound.flat[:bound.changing], flat) if apart is not None else ():
+        old.index_copy_(0, apart, t)
     return losses
 
 # %% ../nbs/01_foundations/36_trace.ipynb #1130dc0f
@@ -377,7 +403,8 @@ def replayed(bound, run, scale, *batch):
     "A step of all clients by its recording, made when it comes for the first time"
     key,recordings = (run, scale),bound.step.recordings
     if key not in recordings:
-        fixed,n,changing = [t.clone() for t in batch],number(scale, batch[0].device),bound.flat[:bound.changing]
+        fixed,n,changing = [t.clone() for t in batch],number(scale,
+            batch[0].device),bound.flat[:bound.changing]
         before = [t.clone() for t in changing]
         def go(): return run(*bound.flat, *fixed[:2], n, *fixed[2:], scale)
         replay,losses = bound.record(go)

@@ -27,19 +27,24 @@ def shortened(
 ) -> dict: # A setting
     "The same experiment for two rounds of two clients and one epoch"
     p = setting['protocol']
-    return {**setting, 'protocol': {**p, 'rounds': 2, 'per_round': min(2, p.get('per_round', 2)), 'evaluate_every': 1}, 'local': {**setting['local'], 'epochs': 1}}
+    return {**setting, 'protocol': {**p, 'rounds': 2, 'per_round': min(2, p.get('per_round', 2)),
+        'evaluate_every': 1}, 'local': {**setting['local'], 'epochs': 1}}
 
 # %% ../nbs/01_foundations/52_unchanged.ipynb #eb3aec3c
 def few(samples): return samples and tuple(t[:300] for t in samples)
 
 def cut(d): # A `FederatedData`, of whatever code
-    "The first samples of each client and of all test images; who is scored on none of these is scored on the first"
+    """The first samples of each client and of all test images;
+    who is scored on none of these is scored on the first"""
     def among(part): return [i for i in part if i < 300]
-    return replace(d, clients=[c[:100] for c in d.clients], test=few(d.test), validation=few(d.validation), own_test=few(d.own_test),
-        test_clients=d.test_clients and [among(c) or [0] for c in d.test_clients], groups={k: [among(p) or [0] for p in parts] for k,parts in d.groups.items()})
+    return replace(d, clients=[c[:100] for c in d.clients], test=few(d.test), validation=few(d.validation),
+        own_test=few(d.own_test),
+        test_clients=d.test_clients and [among(c) or [0] for c in d.test_clients],
+        groups={k: [among(p) or [0] for p in parts] for k,parts in d.groups.items()})
 
 # %% ../nbs/01_foundations/52_unchanged.ipynb #4405cc95
-def digest(arrays) -> str: return hashlib.sha256(b''.join(str(a.shape).encode()+a.tobytes() for a in arrays)).hexdigest()
+def digest(arrays) -> str:
+    return hashlib.sha256(b''.join(str(a.shape).encode()+a.tobytes() for a in arrays)).hexdigest()
 
 def said(setting:dict) -> list: # Digests of the partition and of the last state, and rows
     "What the code that runs this makes of a setting"
@@ -50,17 +55,20 @@ def said(setting:dict) -> list: # Digests of the partition and of the last state
         if i: fed = stage_after(fed, state, s.stage(i), i)
         state,new = run(fed)
         rows += new
-    return [digest(whole.data.clients), digest(t.cpu().numpy() for _,t in sorted(flatten(state).items())), rows]
+    return [digest(whole.data.clients),
+        digest(t.cpu().numpy() for _,t in sorted(flatten(state).items())), rows]
 
 # %% ../nbs/01_foundations/52_unchanged.ipynb #53733348
 def in_turn(record:dict) -> str: # E.g. 'fedavg then ft'
     "The methods of a run's stages"
-    return ' then '.join([record['method'], *(a['method']['name'] for a in record.get('setting', {}).get('after') or [])])
+    return ' then '.join([record['method'],
+        *(a['method']['name'] for a in record.get('setting', {}).get('after') or [])])
 
 def code_of(name:str) -> str: # 16 hexadecimal digits
     "The fingerprint of the code of methods in turn"
     first,*later = name.split(' then ')
-    return code_fingerprint(first, *[stages_of]*bool(later), *(combined(m) for some in later for m in some.split('+')))
+    return code_fingerprint(first, *[stages_of]*bool(later),
+        *(combined(m) for some in later for m in some.split('+')))
 
 # %% ../nbs/01_foundations/52_unchanged.ipynb #8988b2fb
 ASK = """import hashlib, json, sys
@@ -78,17 +86,22 @@ for line in sys.stdin:
 def answers(
     checkout:Path, # A folder that holds the package
     asked:list, # Names of methods, or settings
-) -> list[str]: # For each, as JSON, the code's fingerprint, or digests of partition and last state and the rows of a run
+    # For each, as JSON, the code's fingerprint, or digests of partition and last state and the rows of a run
+) -> list[str]:
     "What the code of a checkout says; raises `Refused` where it cannot be run"
-    require((Path(checkout)/'fedbook'/'rounds.py').exists(), f'{checkout} is no checkout of fedbook: it lacks fedbook/rounds.py.')
+    require((Path(checkout)/'fedbook'/'rounds.py').exists(),
+        f'{checkout} is no checkout of fedbook: it lacks fedbook/rounds.py.')
     script = ASK % '\n'.join(map(inspect.getsource, (few, cut, digest, said, code_of)))
     with tempfile.TemporaryFile('w+') as ask, tempfile.TemporaryFile('w+') as errors:
         ask.write('\n'.join(map(json.dumps, asked))); ask.seek(0)
         env = {**os.environ, 'PYTHONPATH': str(checkout), 'OMP_NUM_THREADS': '1', 'TQDM_DISABLE': '1'}
-        with subprocess.Popen([sys.executable, '-c', script], stdin=ask, stdout=subprocess.PIPE, stderr=errors, text=True, cwd=checkout, env=env) as process:
-            lines = [line.rstrip() for line in tqdm(process.stdout, desc=str(checkout), total=len(asked), disable=None)]
+        with subprocess.Popen([sys.executable, '-c', script], stdin=ask, stdout=subprocess.PIPE,
+            stderr=errors, text=True, cwd=checkout, env=env) as process:
+            lines = [line.rstrip() for line in tqdm(process.stdout, desc=str(checkout), total=len(asked),
+                disable=None)]
         errors.seek(0)
-        require(process.returncode==0, f'The code of {checkout} cannot be run: {(errors.read().strip().splitlines() or ["?"])[-1]}')
+        require(process.returncode==0,
+            f'The code of {checkout} cannot be run: {(errors.read().strip().splitlines() or ["?"])[-1]}')
     return lines
 
 # %% ../nbs/01_foundations/52_unchanged.ipynb #abd97c11
@@ -96,9 +109,12 @@ def samples(
     records:list[dict], # Rows of results
     codes:dict, # Method, or methods of all stages, to the older code's fingerprint
 ) -> list[dict]: # Settings
-    "Every kind of setting among the rows of the older code, or of code noted as good, once, cut down; partitions count as one kind by their name"
-    mine = [r['setting'] for r in records if in_turn(r) in codes and r['code'] in experiments.equivalent_codes(codes[in_turn(r)])]
-    kinds = {json.dumps({**shortened(s), 'partition': s['partition']['name']}, sort_keys=True): shortened(s) for s in mine}
+    """Every kind of setting among the rows of the older code, or of code noted as good, once, cut down;
+    partitions count as one kind by their name"""
+    mine = [r['setting'] for r in records if in_turn(r) in codes
+        and r['code'] in experiments.equivalent_codes(codes[in_turn(r)])]
+    kinds = {json.dumps({**shortened(s), 'partition': s['partition']['name']}, sort_keys=True): shortened(s)
+        for s in mine}
     return list(kinds.values())
 
 # %% ../nbs/01_foundations/52_unchanged.ipynb #9e13a3f4
@@ -109,16 +125,19 @@ def compare(
 ) -> dict: # Older code's fingerprint to the present one's, for methods whose rows are equal
     "Run what both codes can run, and see where they are equal to the bit"
     names,here = sorted(set(map(in_turn, records))),Path(experiments.__file__).parents[1]
-    def alike(a, b): return len({json.dumps(json.loads(t, parse_int=float)) for t in (a, b)})==1 # 0 and 0.0 are the same number
+    # 0 and 0.0 are the same number
+    def alike(a, b): return len({json.dumps(json.loads(t, parse_int=float)) for t in (a, b)})==1
     def both(asked):
-        with ThreadPoolExecutor(2) as pool: return list(pool.map(lambda p: answers(p, asked), (checkout, here)))
+        with ThreadPoolExecutor(2) as pool:
+            return list(pool.map(lambda p: answers(p, asked), (checkout, here)))
     old,new = (dict(zip(names, map(json.loads, lines))) for lines in both(names))
     asked,equal = samples(records, {n: code for n,code in old.items() if code!=new[n]}),{}
     pairs = list(zip(*both(asked), asked, strict=True)) if asked else []
     for n in names:
         mine = [alike(a, b) for a,b,s in pairs if in_turn(dict(method=s['method']['name'], setting=s))==n]
         if old[n]!=new[n] and mine and all(mine): equal[old[n]] = new[n]
-        say(f'{n:16} ' + ('the code is the same' if old[n]==new[n] else f'{sum(mine)} of {len(mine)} settings equal' if mine else 'no rows of that code'))
+        say(f'{n:16} ' + ('the code is the same' if old[n]==new[n]
+            else f'{sum(mine)} of {len(mine)} settings equal' if mine else 'no rows of that code'))
     return equal
 
 # %% ../nbs/01_foundations/52_unchanged.ipynb #c1422174
@@ -130,5 +149,6 @@ def note(
     every = [r for path in sorted(figures().rglob('rows.jsonl')) for r in read(path)]
     added = compare(checkout, every, say)
     noted = json.loads(experiments.UNCHANGED.read_text())
-    with writing(experiments.UNCHANGED) as part: part.write_text(json.dumps({**noted, **added}, indent=1, sort_keys=True)+'\n')
+    with writing(experiments.UNCHANGED) as part:
+        part.write_text(json.dumps({**noted, **added}, indent=1, sort_keys=True)+'\n')
     return added

@@ -39,13 +39,15 @@ def restored(
     "The inverse of `written`"
     if not how: return t
     kind,what,*scale = how
-    if kind=='bits': return torch.from_numpy(np.unpackbits(t.numpy(), count=math.prod(what))).bool().view(what)
+    if kind=='bits':
+        return torch.from_numpy(np.unpackbits(t.numpy(), count=math.prod(what))).bool().view(what)
     return t.to(getattr(torch, what))*(scale[0] if scale else 1)
 
 # %% ../nbs/01_foundations/05_wire.ipynb #7a683e10
 def scalar(k:str, v):
     "A plain scalar; raises `Refused` for anything else"
-    require(v is None or isinstance(v, (bool,int,float,str)), f'A message holds tensors and plain scalars, and {k!r} is {type(v).__name__}.')
+    require(v is None or isinstance(v, (bool,int,float,str)),
+        f'A message holds tensors and plain scalars, and {k!r} is {type(v).__name__}.')
     return v
 
 # %% ../nbs/01_foundations/05_wire.ipynb #51e6256d
@@ -72,17 +74,22 @@ def decode(
     from safetensors import SafetensorError
     from safetensors.torch import load
     try:
-        notes = json.loads(buffer[8:8+int.from_bytes(buffer[:8], 'little')]).get('__metadata__', {}) # safetensors' own loader forgets them
+        # safetensors' own loader forgets them
+        notes = json.loads(buffer[8:8+int.from_bytes(buffer[:8], 'little')]).get('__metadata__', {})
         scalars,how = (json.loads(notes.get(k, '{}')) for k in ('scalars','how'))
         return nest({**{k: restored(t, how.get(k, [])) for k,t in load(bytes(buffer)).items()}, **scalars})
     except (SafetensorError, ValueError, TypeError, AttributeError, KeyError, IndexError, RuntimeError) as e:
-        raise Refused(f'A message of {len(buffer)} bytes cannot be read: {type(e).__name__}: {str(e).splitlines()[0] if str(e) else "damaged"}.') from e
+        raise Refused(
+            f'A message of {len(buffer)} bytes cannot be read: {type(e).__name__}: '
+            f'{str(e).splitlines()[0] if str(e) else "damaged"}.') from e
 
 # %% ../nbs/01_foundations/05_wire.ipynb #4c5def75
 @lru_cache(maxsize=512)
-def length(cast:str, *parts) -> int: # Per part its name, and a tensor's shape and type or a scalar and its type
+# Per part its name, and a tensor's shape and type or a scalar and its type
+def length(cast:str, *parts) -> int:
     "The length of the buffer of a message of this form"
-    return len(encode({k: torch.zeros(v, dtype=kind) if isinstance(kind, torch.dtype) else v for k,v,kind in parts}, cast))
+    return len(encode({k: torch.zeros(v, dtype=kind) if isinstance(kind, torch.dtype) else v
+        for k,v,kind in parts}, cast))
 
 def nbytes(
     message:dict, # As for `encode`
@@ -90,4 +97,5 @@ def nbytes(
 ) -> int: # Bytes
     "What a message costs: the length of its buffer"
     if cast=='int8': return len(encode(message, cast))
-    return length(cast, *((k, v.shape, v.dtype) if isinstance(v, Tensor) else (k, scalar(k, v), type(v)) for k,v in flatten(message).items()))
+    return length(cast, *((k, v.shape, v.dtype) if isinstance(v, Tensor) else (k, scalar(k, v), type(v))
+        for k,v in flatten(message).items()))

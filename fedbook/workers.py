@@ -17,7 +17,9 @@ from .errors import require
 # %% ../nbs/01_foundations/37_workers.ipynb #3383f529
 class Box:
     "Memory that a process shares with its forks; it grows with what is put in"
-    def __init__(self): self.file,self.map = os.memfd_create('fedbook') if hasattr(os, 'memfd_create') else os.dup(tempfile.TemporaryFile().fileno()),b''
+    def __init__(self):
+        self.file,self.map = os.memfd_create('fedbook') if hasattr(os,
+            'memfd_create') else os.dup(tempfile.TemporaryFile().fileno()),b''
 
     def memory(self, size:int) -> memoryview: # At least `size` bytes
         "The shared bytes"
@@ -49,7 +51,8 @@ class Unpacker(pickle.Unpickler):
         dtype,shape,stride,start = place
         n = torch.Size(shape).numel()
         if not n: return torch.empty(shape, dtype=dtype)
-        return torch.frombuffer(self.box.memory(start + n*dtype.itemsize), dtype=dtype, count=n, offset=start).as_strided(shape, stride)
+        return torch.frombuffer(self.box.memory(start + n*dtype.itemsize), dtype=dtype, count=n,
+            offset=start).as_strided(shape, stride)
 
 # %% ../nbs/01_foundations/37_workers.ipynb #c6b729eb
 def pack(
@@ -59,7 +62,9 @@ def pack(
     "Put a value into shared memory"
     file = BytesIO(); packer = Packer(file); packer.dump(value)
     for t,start in packer.places.values():
-        if t.nbytes: torch.frombuffer(box.memory(packer.end), dtype=t.dtype, count=t.numel(), offset=start).as_strided(t.shape, strides(t)).copy_(t)
+        if t.nbytes:
+            torch.frombuffer(box.memory(packer.end), dtype=t.dtype, count=t.numel(),
+                offset=start).as_strided(t.shape, strides(t)).copy_(t)
     return file.getvalue()
 
 # %% ../nbs/01_foundations/37_workers.ipynb #0b45fb8c
@@ -77,7 +82,8 @@ class Worker:
         context = multiprocessing.get_context('fork')
         self.box,(self.line,far) = Box(),context.Pipe()
         self.told = None
-        self.process = context.Process(target=serve, args=(work, far, common, self.box, self.line), daemon=True)
+        self.process = context.Process(target=serve,
+            args=(work, far, common, self.box, self.line), daemon=True)
         self.process.start(); far.close()
 
     def ask(self, shared:bytes, item):
@@ -104,14 +110,17 @@ def serve(work, line, common, box, other):
         try:
             if new is not None: shared = unpack(new, common)
             reply = True,pack(work(shared, item), box)
-        except Exception as e: reply = False,RuntimeError(f'{type(e).__name__}: {e}\nin a worker process:\n{traceback.format_exc()}')
+        except Exception as e:
+            reply = False,RuntimeError(
+                f'{type(e).__name__}: {e}\nin a worker process:\n{traceback.format_exc()}')
         line.send(reply)
 
 # %% ../nbs/01_foundations/37_workers.ipynb #02241037
 class Team:
     "`n` workers for one function; raises `Refused` where processes cannot be forked"
     def __init__(self, work, n:int):
-        require('fork' in multiprocessing.get_all_start_methods(), 'This system cannot fork processes; take the engine one_by_one, traced or stacked.')
+        require('fork' in multiprocessing.get_all_start_methods(),
+            'This system cannot fork processes; take the engine one_by_one, traced or stacked.')
         self.work,self.common,self.warned = work,Box(),False
         self.workers = [Worker(work, self.common) for _ in range(n)]
 
@@ -119,7 +128,8 @@ class Team:
         shared, # What all items need; its tensors are shared, not copied
         items:list, # One job each
     ) -> list: # Results in the order of `items`, with tensors of their own
-        "`work(shared, item)` for all items; raises `RuntimeError` with a worker's error, or when one item ends three workers"
+        """`work(shared, item)` for all items; raises `RuntimeError` with a worker's error, or when one item
+        ends three workers"""
         threads = torch.get_num_threads(); torch.set_num_threads(1)
         try: return hand_out(self, pack(shared, self.common), items)
         except BaseException: self.close(); raise
@@ -140,14 +150,19 @@ def hand_out(team:Team, shared:bytes, items:list) -> list:
             w = next(w for w in busy if w.line is line)
             k,item = busy.pop(w)
             try: results[k] = w.answer()
-            except (EOFError, OSError): deaths[k] += 1; replaced(team, w, deaths[k]); todo.appendleft((k, item))
+            except (EOFError, OSError):
+                deaths[k] += 1; replaced(team, w, deaths[k]); todo.appendleft((k, item))
     return results
 
 # %% ../nbs/01_foundations/37_workers.ipynb #e654f15e
 def replaced(team:Team, worker:Worker, deaths:int):
     "A new worker for one that died"
-    if deaths==3: raise RuntimeError('The same job has ended three worker processes; it may need more memory than there is. Take fewer workers, or the engine one_by_one.')
-    if not team.warned: warnings.warn('A worker process died; its client is run again in a new one.', stacklevel=7)
+    if deaths==3:
+        raise RuntimeError(
+            'The same job has ended three worker processes; it may need more memory than there is. Take '
+            'fewer workers, or the engine one_by_one.')
+    if not team.warned:
+        warnings.warn('A worker process died; its client is run again in a new one.', stacklevel=7)
     team.warned = True
     worker.end()
     team.workers[team.workers.index(worker)] = Worker(team.work, team.common)

@@ -1,4 +1,4 @@
-"""Paper 004 (FedRef), its rivals, losses and scores, written a second time from the papers and from how their authors' code behaves, and without fedbook. The interface is that of oracles.py.
+"""The FedRef paper, its rivals, losses and scores, written a second time from the papers and from how their authors' code behaves, and without fedbook. The interface is that of oracles.py.
 All methods here merge into one server's model, which `personal` gives to every client, drawn or not; and `loss`(w, x, y) may replace the mean cross-entropy of oracles.py's network, then weights and data may be any."""
 from itertools import count
 from math import ceil, sqrt

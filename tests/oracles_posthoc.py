@@ -55,7 +55,7 @@ def oracle_proxft(w0, clients, epochs, lr, mu=.01, momentum=0., decay=0., carry=
     return stage(copies(w0, clients), clients, epochs, lr, lambda w,x,y: loss(w, x, y) + mu/2*squared_distance(w, w0), momentum, decay, carry)
 
 def oracle_soupft(w0, clients, epochs, lr, momentum=0., decay=0., carry=False, flood=None):
-    """The plain mean of members fine-tuned apart (paper 002: five), each from w0: epochs[e][i] is a list with each member's batches.
+    """The plain mean of members fine-tuned apart (LP-FT paper: five), each from w0: epochs[e][i] is a list with each member's batches.
     Read so: the members differ in the order of their batches only; after each epoch their mean is scored, and each goes on from its own weights, not from the mean; no selection."""
     w0,clients = setup(w0, clients)
     members = [[{i: bs[m] for i,bs in e.items()} for e in epochs] for m in range(len(next(iter(epochs[0].values()))))]
@@ -200,7 +200,7 @@ def oracle_adapter(w0, clients, epochs, lr, adapter, train=None, after='linear',
 # ---- scores of personal models on all clients' test sets
 
 def oracle_metrics(A, correction=0):
-    """Scores of paper 002 from A [C, C], where A[i][j] is the accuracy of client i's model on client j's test set; c_std, worst, average, global as solved from its tables, *_text as it defines them.
+    """Scores of the LP-FT paper from A [C, C], where A[i][j] is the accuracy of client i's model on client j's test set; c_std, worst, average, global as solved from its tables, *_text as it defines them.
     Read so: deviations are the population's (`correction`=1: the sample's), and clients weigh the same whatever the size of their test sets."""
     A = torch.as_tensor(A, dtype=torch.float64)
     C = len(A)

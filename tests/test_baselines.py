@@ -1,4 +1,4 @@
-"Baselines of paper 003: identities, closed forms, and first updates that differ from FedAvg's by the analytic amount."
+"Baselines of the FedCSPACK paper: identities, closed forms, and first updates that differ from FedAvg's by the analytic amount."
 from copy import deepcopy
 from dataclasses import replace
 import warnings

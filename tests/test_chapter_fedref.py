@@ -1,4 +1,4 @@
-"The chapter on paper 004: thresholds, costs, masks and what to say where something does not fit."
+"The chapter on the FedRef paper: thresholds, costs, masks and what to say where something does not fit."
 import math, sys, tomllib, warnings
 from dataclasses import replace
 from pathlib import Path

@@ -1,4 +1,4 @@
-"The settings of paper 001 as the paper states them, its partition, what its printed numbers add up to, and choices of a round."
+"The settings of the PFedEdit paper as the paper states them, its partition, what its printed numbers add up to, and choices of a round."
 from dataclasses import replace
 import json
 from math import ceil

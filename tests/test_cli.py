@@ -96,7 +96,7 @@ def test_what_fails_is_never_done(tmp_path, code, why):
     (tmp_path/'out').mkdir(); (tmp_path/'out'/'run.json').write_text('{}') # an earlier run was done
     result = run_job(Job('a', 'smoke', tmp_path/'a.ipynb', dict(x=2), tmp_path/'out', 3))
     assert result['status']=='FAILED' and why in result['error']
-    assert sorted(p.name for p in (tmp_path/'out').iterdir())==['failed.ipynb']
+    assert sorted(p.name for p in (tmp_path/'out').iterdir())==['failed.ipynb','progress.json']
 
 def break_it(nb): next(c for c in nb['cells'] if c['cell_type']=='code')['source'] = ['raise RuntimeError("broken on purpose")']
 
@@ -265,3 +265,19 @@ def test_a_kernel_that_still_ends_its_last_message_is_not_interrupted(tmp_path, 
     nbformat.write(new_notebook(cells=[parameters, new_code_cell(SLOW)]), tmp_path/'a.ipynb')
     result = run_job(Job('a', 'smoke', tmp_path/'a.ipynb', dict(x=2), tmp_path/'out', 30))
     assert result['status']=='ok' and 'KeyboardInterrupt' not in ''.join(capfd.readouterr())
+
+def test_progress_says_what_runs_and_is_complete_only_when_all_is_done(tmp_path):
+    from types import SimpleNamespace
+    from fedbook.runner import mark, show_progress
+    jobs,said,known = [Job(i, 'smoke', None, {}, tmp_path/i, 60) for i in ('000-table7','003-table1')],[],set()
+    bar = SimpleNamespace(clear=lambda: None, set_postfix_str=lambda s: setattr(bar, 'words', s))
+    def shown(*ended): show_progress(bar, jobs, known, set(ended), said.append); return bar.n, bar.total, bar.words
+    for j in jobs: j.folder.mkdir(); mark(j, 'waiting')
+    assert shown()==(0, 2, '')
+    mark(jobs[0], 'begun'); assert shown()==(0, 2, '000-table7: begun') and not said
+    def tell(job, **p): (job.folder/'progress.json').write_text(json.dumps(p))
+    tell(jobs[0], done=3, total=24, left=790, todo=22, expected=900, now='FedProx, 5')
+    assert shown()==(3, 26, '000-table7 3/24, 13 min left: FedProx, 5') and said==['000-table7   22 of 24 runs to do, about 15 min']
+    os.utime(jobs[0].folder/'progress.json', (time.time()-750,)*2); assert '3/24, 40 s left' in shown()[2]
+    tell(jobs[0], done=24, total=24, left=0, todo=22, expected=900, now='')
+    assert shown()==(24, 26, '000-table7 24/24, 0 s left: drawing') and shown('000-table7')==(25, 26, '') and len(said)==1

@@ -1,6 +1,6 @@
 "Every engine gives what the reference gives, for every method there is."
 from dataclasses import dataclass, fields, replace
-import os, subprocess, sys, warnings
+import json, os, subprocess, sys, warnings
 from pathlib import Path
 import numpy as np, pytest, torch
 from torch import nn
@@ -302,6 +302,7 @@ def long(fed): return replace(fed, protocol=replace(fed.protocol, rounds=10**7))
 @pytest.fixture
 def machine(monkeypatch, tmp_path):
     monkeypatch.setenv('FEDBOOK_DATA', str(tmp_path)); monkeypatch.setattr(engines, 'CHOICES', {})
+    monkeypatch.setattr(engines.os, 'getloadavg', lambda: (0.,)*3)
     return tmp_path
 
 def test_a_short_run_is_not_worth_a_trial_and_a_slow_step_neither(machine, monkeypatch):
@@ -321,6 +322,17 @@ def test_the_fastest_is_chosen_once_and_remembered(machine, monkeypatch):
     for text in ('{"a": 1}', '[', '[1]', '{"%s": ["gone", 1]}' % engines.kind(fed)):
         (machine/'engines.json').write_text(text); engines.CHOICES.clear()
         assert engines.choice(fed)[0]=='stacked'
+
+def test_a_choice_of_a_busy_machine_is_not_kept(machine, monkeypatch):
+    times = iter([dict(one_by_one=2.), dict(stacked=1.), dict(traced=3.)])
+    monkeypatch.setattr(engines, 'measure', lambda fed: next(times))
+    fed,other = long(federation()),replace(long(federation()), local=LocalTraining(1, 3))
+    monkeypatch.setattr(engines.os, 'getloadavg', lambda: (2.*engines.os.cpu_count(),)*3)
+    assert engines.choice(fed)==engines.choice(fed)==('one_by_one', 2.) and not (machine/'engines.json').exists()
+    monkeypatch.setattr(engines.os, 'getloadavg', lambda: (0.,)*3)
+    assert engines.choice(other)==('stacked', 1.) and list(json.loads((machine/'engines.json').read_text()))==[engines.kind(other)]
+    engines.CHOICES.clear()
+    assert engines.choice(fed)==('traced', 3.)
 
 def test_one_disturbed_round_does_not_decide(monkeypatch):
     clock = iter(np.cumsum([t for d in (.05, .01, .01, .01, .01) for t in (0, d)]))

@@ -100,7 +100,7 @@ def test_finished_runs_are_kept(tmp_path, monkeypatch):
     assert ran==[(1., [0]), (1., [1])] and (tmp_path/'rows.jsonl').read_bytes().startswith(before)
     assert [(r['cell']['alpha'], r['seed']) for r in both]==[(.1, 0), (1., 0), (.1, 1), (1., 1)] and both[0]==first[0]
     told = json.loads((tmp_path/'progress.json').read_text())
-    assert told.pop('expected') > 0 and told==dict(done=4, total=4, left=0., todo=2)
+    assert told.pop('expected') > 0 and told==dict(done=4, total=4, left=0., todo=2, now='')
 
 def test_a_run_goes_on_at_the_round_where_it_was_killed(tmp_path, monkeypatch):
     case,rounds = Case({}, Setting(**SMALL | dict(protocol=dict(rounds=4, per_round=3), method=dict(name='moon')))),[]
@@ -216,6 +216,29 @@ def test_the_estimate_asks_each_method_for_its_step_and_counts_what_is_scored(mo
     p,d = federation(avg.setting).protocol,federation(avg.setting).data
     scored = p.rounds + p.rounds//p.evaluate_every
     assert cost((avg, 0))==pytest.approx(scored) and cost((ala, 0))==pytest.approx(scored + sum(map(len, d.test_clients))/len(d.test[1]))
+
+def test_the_estimate_counts_a_shared_stage_once_and_times_scoring_on_each_data_set(monkeypatch):
+    monkeypatch.setattr(E, 'choice', lambda fed: ('one_by_one', 1.)); monkeypatch.setattr(E, 'timed', lambda f: 0.)
+    def tuned(name): return Case({}, Setting(**SMALL, after=[dict(method=dict(name=name), protocol=dict(rounds=1))]))
+    ft,lp = tuned('ft'),tuned('proximalft')
+    def costs(*todo): return [seconds for _,seconds in E.expected_costs(todo)]
+    (first,second),(alone,) = costs((ft, 0), (lp, 0)),costs((lp, 0))
+    assert first==alone and second==pytest.approx(alone - E.local_steps(federation(ft.setting.stage(0)))) and second > 0
+    assert costs((ft, 0), (lp, 1))==[first, *costs((lp, 1))]
+    timed = []
+    monkeypatch.setattr(E, 'timed', lambda f: timed.append(f) or 0.)
+    costs((ft, 0), (lp, 0)); assert len(timed)==2
+    costs((ft, 0), (replace(lp, setting=replace(lp.setting, model=dict(name='mlp'))), 0)); assert len(timed)==6
+
+def test_what_is_left_follows_the_finished_runs(tmp_path, monkeypatch):
+    clock = iter([0., 30., 90.])
+    monkeypatch.setattr(E.time, 'time', lambda: next(clock))
+    a,b = (Case(dict(strategy=s, seed=3), Setting(**SMALL)) for s in ('FT','LP-FT'))
+    told = []
+    for _ in E.told([(a, [0]), (b, [0]), (b, [1])], {(id(a), 0): 10., (id(b), 0): 20., (id(b), 1): 20.}, tmp_path, 5):
+        told.append(json.loads((tmp_path/'progress.json').read_text()))
+    assert [(t['done'], t['left'], t['now']) for t in told]==[(2, 50., 'FT, 3'), (3, 120., 'LP-FT, 3'), (4, 60., 'LP-FT, 3')]
+    assert json.loads((tmp_path/'progress.json').read_text())==dict(done=5, total=5, left=0, todo=3, expected=50., now='')
 
 @pytest.mark.parametrize('bad', [dict(data='fashion_mini'), dict(model=dict(name='sofmax')), dict(partition=dict(name='dirichlet', n_clients=10, alpha=0)),
     dict(partition=dict(name='dirichlet', n_clients=10, alfa=1)), dict(partition=dict(name='iid', n_clients=10**6)), dict(method=dict(name='fedprox', mu=-1)),

@@ -1,4 +1,4 @@
-"FedRef, optimisers on the server, FedDyn and SCAFFOLD against the oracles of paper 004 and against Flower, and what classes forget."
+"FedRef, optimisers on the server, FedDyn and SCAFFOLD against the oracles of the FedRef paper and against Flower, and what classes forget."
 import numpy as np, pytest, torch
 import oracles_004 as P
 from fedbook.chapters.fedref import ALGORITHMS, comparison_setting, relative_cost

@@ -1,4 +1,4 @@
-"What the notebooks of paper 002 share: distortion measured after a run, runs borrowed from another table, and a run beside the global model at which it began."
+"What the notebooks of the LP-FT paper share: distortion measured after a run, runs borrowed from another table, and a run beside the global model at which it began."
 import pytest
 from fedbook.chapters.lpft import before_and_after, borrow, personalised, with_distortion
 from fedbook.experiments import Case, run_cases

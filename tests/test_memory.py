@@ -153,7 +153,7 @@ def test_clients_of_a_stack_are_read_without_a_copy_of_each():
     assert len({t._base.data_ptr() for t in leaf})==1 and leaf[0]._base.shape[0]==4
 
 def convolutions(name):
-    "A small run of the network of paper 003"
+    "A small run of the network of the FedCSPACK paper"
     fed = experiment(Setting('fashion_mnist_mini', partition=dict(name='dirichlet', n_clients=10, alpha=.5, min_size=8), model=dict(name='cnn_fedcspack_fmnist'), method=dict(name=name),
         protocol=dict(rounds=3, per_round=9), local=dict(batch_size=32)))
     return replace(fed, data=replace(fed.data, clients=[c[:64] for c in fed.data.clients], test=tuple(t[:100] for t in fed.data.test), validation=None))

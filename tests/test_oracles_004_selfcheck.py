@@ -1,4 +1,4 @@
-"The oracles of paper 004 against numbers worked out by hand, exact fractions, and each other where methods coincide."
+"The oracles of the FedRef paper against numbers worked out by hand, exact fractions, and each other where methods coincide."
 from fractions import Fraction as Q
 from math import inf, isnan, log, nan, sqrt
 import pytest, torch

@@ -186,7 +186,7 @@ def test_guide_gradients_are_differences():
         e = torch.zeros_like(g); e[i] = h
         assert got[i].item()==pytest.approx((after(g+e)-after(g-e))/(2*h), rel=1e-5, abs=1e-7)
 
-# ---- Table 8 of paper 002
+# ---- Table 8 of the LP-FT paper
 
 def test_rows_of_table_8():
     from fedbook.chapters.lpft import INTEGRATED, integrated, personalised

@@ -110,7 +110,7 @@ def test_multilabel_loss_is_the_mean_over_known_entries_and_unknown_ones_teach_n
 # --- the asymmetric loss ---
 
 def released(z, y, eps=1e-6):
-    "What paper 004 writes, step by step"
+    "What the FedRef paper writes, step by step"
     p,t = z.softmax(1).clamp(eps, 1-eps),F.one_hot(y, z.shape[1])
     return (-t*p.log()-(1-t)*p**4*(1-p).log()).sum(1).mean()
 

@@ -15,31 +15,63 @@ from ..method import is_default
 # %% ../../nbs/02_methods/40_chapter_fedcspack.ipynb #5d0b2699
 DIFFERENCES = [ # what, the paper says, the released code does, fedbook does
     ('clients', '100, of which 10 a round', '20, always the same 6', 'as the paper'),
-    ('local training', '3 or 5 epochs of SGD', '3 epochs, rate 0.05, batches of 16 without the last', '3 epochs, rate 0.05, batches of 16, the last one too'),
-    ('data', 'official training and test sets', 'both pooled and split anew per client, 75 to 25; the official test set is scored as "global" although three quarters of it were trained on', 'training set to the clients, the test set untouched'),
-    ('Dirichlet partition', 'shares of the clients, class by class', 'a client that has its mean share gets no more of later classes, drawn anew until everybody has four batches', 'as the paper; protocol=\'released\': as the code, moving what a small client lacks'),
-    ('what is scored', 'test accuracy of the global model', 'the global model on local test parts before training, local models after the last round, and the last aggregate on the official test set', 'global model on the test set; personal models on test images in the client\'s class shares'),
-    ('BatchNorm statistics', 'silent', 'never averaged: the global ResNet-18 is scored with mean 0 and variance 1', 'averaged'),
+    ('local training', '3 or 5 epochs of SGD', '3 epochs, rate 0.05, batches of 16 without the last',
+    '3 epochs, rate 0.05, batches of 16, the last one too'),
+    ('data', 'official training and test sets',
+    'both pooled and split anew per client, 75 to 25; the official test set is scored as "global" although '
+    'three quarters of it were trained on', 'training set to the clients, the test set untouched'),
+    ('Dirichlet partition', 'shares of the clients, class by class',
+    'a client that has its mean share gets no more of later classes, drawn anew until everybody has four '
+    'batches', 'as the paper; protocol=\'released\': as the code, moving what a small client lacks'),
+    ('what is scored', 'test accuracy of the global model',
+    'the global model on local test parts before training, local models after the last round, and the last '
+    'aggregate on the official test set',
+    'global model on the test set; personal models on test images in the client\'s class shares'),
+    ('BatchNorm statistics', 'silent',
+    'never averaged: the global ResNet-18 is scored with mean 0 and variance 1', 'averaged'),
     ('packs', 'Top-K of those with θ_j < θ_a', 'all with θ_j < θ_a', 'as the code; a budget K is a setting'),
-    ('Eq. 7', 'Kullback–Leibler divergence of raw weights: NaN for almost every pack', 'of softmaxed packs, global first', 'intended and released: as the code; printed: Eq. 7, with θ alone where it is NaN'),
-    ('Eq. 9', 'adds a mean of weights to the global model, which doubles it', 'adds a mean of changes', 'as the code'),
-    ('personal packs', 'a client keeps what the server did not move', 'the whole model is overwritten', 'intended: kept; released: overwritten'),
-    ('clients that were away', 'model and mask go to all clients in every round', 'no mask is sent', 'intended: a client takes over on its return all that moved meanwhile, equal to the bit; fedcspacktoall: all clients in every round, at as many downlinks'),
-    ('other methods', 'silent', 'FedProx and FedALA equal FedAvg to both decimals on FMNIST', 'hyper-parameters of their papers; FedDBE\'s κ and MOON\'s μ, for which the settings differ, by validation data, and their papers\' values beside'),
-    ('FedSPU', 'silent on its settings', 'FedSPU\'s own code takes the number of a feature map for that of a column behind the last convolution (0.2 % of that layer trains at r = 0.4), and keeps whole and partial clients apart, so that the order of replies decides', 'blocks of columns; one mean per entry, weighted by samples'),
-    ('FedDBE', 'silent on its settings', 'FedDBE\'s own code: before the first round all clients train once, and the weights are thrown away', 'as its code, as round 0; its traffic counted apart'),
-    ('FedALA', 'silent on its settings', 'FedALA\'s own code: all clients mix in every round, the first time without a limit', 'as its code, with at most 1,000 passes; what all clients receive is counted'),
-    ('FedAS', 'silent on its settings', 'FedAS\'s own code: one object is aligned by one client after another', 'each aligns its own copy'),
-    ('MOON', 'silent on its settings', 'MOON\'s own code: a random network of its own is the previous model of a client never drawn', 'the model that all begin with'),
+    ('Eq. 7', 'Kullback–Leibler divergence of raw weights: NaN for almost every pack',
+    'of softmaxed packs, global first',
+    'intended and released: as the code; printed: Eq. 7, with θ alone where it is NaN'),
+    ('Eq. 9', 'adds a mean of weights to the global model, which doubles it', 'adds a mean of changes',
+    'as the code'),
+    ('personal packs', 'a client keeps what the server did not move', 'the whole model is overwritten',
+    'intended: kept; released: overwritten'),
+    ('clients that were away', 'model and mask go to all clients in every round', 'no mask is sent',
+    'intended: a client takes over on its return all that moved meanwhile, equal to the bit; fedcspacktoall: '
+    'all clients in every round, at as many downlinks'),
+    ('other methods', 'silent', 'FedProx and FedALA equal FedAvg to both decimals on FMNIST',
+    'hyper-parameters of their papers; FedDBE\'s κ and MOON\'s μ, for which the settings differ, by '
+    'validation data, and their papers\' values beside'),
+    ('FedSPU', 'silent on its settings',
+    'FedSPU\'s own code takes the number of a feature map for that of a column behind the last convolution '
+    '(0.2 % of that layer trains at r = 0.4), and keeps whole and partial clients apart, so that the order '
+    'of replies decides', 'blocks of columns; one mean per entry, weighted by samples'),
+    ('FedDBE', 'silent on its settings',
+    'FedDBE\'s own code: before the first round all clients train once, and the weights are thrown away',
+    'as its code, as round 0; its traffic counted apart'),
+    ('FedALA', 'silent on its settings',
+    'FedALA\'s own code: all clients mix in every round, the first time without a limit',
+    'as its code, with at most 1,000 passes; what all clients receive is counted'),
+    ('FedAS', 'silent on its settings',
+    'FedAS\'s own code: one object is aligned by one client after another', 'each aligns its own copy'),
+    ('MOON', 'silent on its settings',
+    'MOON\'s own code: a random network of its own is the previous model of a client never drawn',
+    'the model that all begin with'),
     ('seeds', 'three repetitions', 'partition seeded, training not', 'every stream keyed'),
 ]
 
 # %% ../../nbs/02_methods/40_chapter_fedcspack.ipynb #883237f4
-ALGORITHMS = {'FedAvg': dict(name='fedavg'), 'FedProx': dict(name='fedprox', mu=.1), 'FedNova': dict(name='fednova'), 'MOON': dict(name='moon', tau=.5), 'FedDBE': dict(name='feddbe'),
-    'FedAS': dict(name='fedas'), 'FedNTD': dict(name='fedntd', beta=1., tau=1.), 'FedPAC': dict(name='fedpac', lam=1.), 'FedALA': dict(name='fedala'), 'FedSPU': dict(name='fedspu'),
-    'FedCSPACK': dict(name='fedcspack', size=1024), 'MOON, own μ': dict(name='moon', mu=1., tau=.5), 'FedDBE, own κ': dict(name='feddbe', kappa=50.), 'local only': dict(name='localonly')}
+ALGORITHMS = {'FedAvg': dict(name='fedavg'), 'FedProx': dict(name='fedprox', mu=.1),
+    'FedNova': dict(name='fednova'), 'MOON': dict(name='moon', tau=.5), 'FedDBE': dict(name='feddbe'),
+    'FedAS': dict(name='fedas'), 'FedNTD': dict(name='fedntd', beta=1., tau=1.),
+    'FedPAC': dict(name='fedpac', lam=1.), 'FedALA': dict(name='fedala'), 'FedSPU': dict(name='fedspu'),
+    'FedCSPACK': dict(name='fedcspack', size=1024), 'MOON, own μ': dict(name='moon', mu=1., tau=.5),
+    'FedDBE, own κ': dict(name='feddbe', kappa=50.), 'local only': dict(name='localonly')}
 CHOSEN = {'FedDBE': dict(kappa=1.), 'MOON': dict(mu=.1)} # by the validation accuracy on Fashion-MNIST
-NATURAL = {'FedDBE': 'personal_accuracy', 'FedDBE, own κ': 'personal_accuracy', 'FedAS': 'personal_accuracy', 'FedPAC': 'personal_accuracy', 'FedALA': 'personal_accuracy', 'FedSPU': 'personal_accuracy', 'FedCSPACK': 'personal_accuracy', 'local only': 'personal_accuracy'}
+NATURAL = {'FedDBE': 'personal_accuracy', 'FedDBE, own κ': 'personal_accuracy', 'FedAS': 'personal_accuracy',
+    'FedPAC': 'personal_accuracy', 'FedALA': 'personal_accuracy', 'FedSPU': 'personal_accuracy',
+    'FedCSPACK': 'personal_accuracy', 'local only': 'personal_accuracy'}
 
 # %% ../../nbs/02_methods/40_chapter_fedcspack.ipynb #b34c45b9
 def comparison_setting(
@@ -58,13 +90,18 @@ def comparison_setting(
     validation:float=0., # Share of the training images that is kept for choices
     **settings, # `data`, `model`, `input` of a `Setting`
 ) -> Setting: # One cell of a table of paper 003
-    "A method as in the tables and figures of paper 003; raises `Refused` for an unknown algorithm or protocol"
-    m = choose(algorithm, ALGORITHMS, 'algorithm') | CHOSEN.get(algorithm, {}) | (dict(variant=variant) if algorithm=='FedCSPACK' else {}) | method
+    """A method as in the tables and figures of paper 003;
+    raises `Refused` for an unknown algorithm or protocol"""
+    m = choose(algorithm, ALGORITHMS, 'algorithm') | CHOSEN.get(algorithm,
+        {}) | (dict(variant=variant) if algorithm=='FedCSPACK' else {}) | method
     leaky = choose(protocol, ('official','released'), 'protocol')=='released'
     capped = dict(convention='by_class_capped', min_size=4*batch_size) if leaky else {}
-    partition = dict(name='dirichlet', alpha=alpha, **capped) if alpha else dict(name='classes_per_client', classes=classes)
-    return Setting(method=m, partition=dict(partition, n_clients=clients[0]), validation=validation, personal=True, leaky=leaky,
-        protocol=dict(rounds=rounds, per_round=clients[1], evaluate_every=evaluate_every), local=dict(epochs=epochs, batch_size=batch_size, optimiser=dict(name='sgd', lr=lr)), **settings)
+    partition = dict(name='dirichlet', alpha=alpha, **capped) if alpha else dict(name='classes_per_client',
+        classes=classes)
+    return Setting(method=m, partition=dict(partition, n_clients=clients[0]), validation=validation,
+        personal=True, leaky=leaky,
+        protocol=dict(rounds=rounds, per_round=clients[1], evaluate_every=evaluate_every),
+        local=dict(epochs=epochs, batch_size=batch_size, optimiser=dict(name='sgd', lr=lr)), **settings)
 
 # %% ../../nbs/02_methods/40_chapter_fedcspack.ipynb #431cad21
 def sent(
@@ -76,7 +113,8 @@ def sent(
     return sum(v for r,_,m,v in record['rows'] if m==way and (r==0)==opening)
 
 def per_client(record:dict, way:str) -> float:
-    "The bytes per round and client that is drawn, where 10 of 100 are; what goes to clients that are not drawn counts, too"
+    """The bytes per round and client that is drawn, where 10 of 100 are;
+    what goes to clients that are not drawn counts, too"""
     s = record['setting']; p,n = s['protocol'],s['partition']['n_clients']
     to_all = way=='bytes_down' and not is_default(method(**s['method']), 'receive')
     return sent(record, way)/p['rounds']/(n/10 if to_all else p['per_round'])
@@ -87,14 +125,16 @@ def partitions(
     classes:list, # Of a client, in pathological partitions
 ) -> dict: # A partition's name to its arguments of `comparison_setting`
     "Partitions by their names in tables and figures"
-    return {f'Dir({a})': dict(alpha=a) for a in alphas} | {f'pathological, {c} classes': dict(classes=c) for c in classes}
+    return {f'Dir({a})': dict(alpha=a) for a in alphas} | {f'pathological, {c} classes': dict(classes=c)
+        for c in classes}
 
 # %% ../../nbs/02_methods/40_chapter_fedcspack.ipynb #b21137d1
 def contenders(
     variants:list, # Of FedCSPACK; the others have the first
 ) -> dict: # A contender's name to its algorithm and variant
     "Every method of Table 1 once, FedCSPACK in each variant"
-    return {m: (m, variants[0]) for m in ALGORITHMS if m!='FedCSPACK'} | {f'FedCSPACK, {v}': ('FedCSPACK', v) for v in variants}
+    return {m: (m, variants[0]) for m in ALGORITHMS if m!='FedCSPACK'} | {f'FedCSPACK, {v}': ('FedCSPACK', v)
+        for v in variants}
 
 # %% ../../nbs/02_methods/40_chapter_fedcspack.ipynb #be54aa16
 def look(
@@ -104,5 +144,7 @@ def look(
     "How contenders are drawn"
     from seaborn import color_palette
     ours = [m for m,(a,_) in contenders.items() if a=='FedCSPACK']
-    lines = {m: dict(color=c, lw=1, **marks) for m,c in zip(contenders, color_palette('colorblind', len(contenders)))}
-    return lines | {m: dict(color='black', lw=2.5, ls=ls, **marks) for m,ls in zip(ours, ('-',':','--'))} | {'local only': dict(color='grey', ls='--')}
+    lines = {m: dict(color=c, lw=1, **marks)
+        for m,c in zip(contenders, color_palette('colorblind', len(contenders)))}
+    return (lines | {m: dict(color='black', lw=2.5, ls=ls, **marks) for m,ls in zip(ours, ('-',':','--'))}
+        | {'local only': dict(color='grey', ls='--')})

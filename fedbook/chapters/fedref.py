@@ -20,29 +20,51 @@ from ..segmentation import drawn_tumours, reduced
 
 # %% ../../nbs/02_methods/75_chapter_fedref.ipynb #0b8df33f
 DIFFERENCES = [ # what, the paper says, the released code does, fedbook does
-    ('server step', 'one step along ∇L_ref, Eq. 14, whose gradient is 2λ(A−A_prev)', 'one number per tensor, from costs and norms, subtracted from all its weights', 'intended: towards the mean of the last p aggregates; printed: towards the last; released: as the code'),
-    ('reference', 'mean of p models with weights 1/p', 'weights 1 … p by place in a queue, whatever the age; the former reference summed over rows', 'intended: as the paper; released: as the code'),
-    ('λ', '0.0001 to 0.001', 'two of them, 0.001 and 0.000001, the second times ten in every tenth round up to 0.005', 'intended and printed: chosen; released: as the code'),
-    ('server rate η', 'silent', '0.000001, the clients\' rate', 'intended and printed: 1, for only ηλ matters; released: as the code'),
-    ('inputs and client rate', 'silent', 'raw pixels, 0 to 255, and SGD with 0.000001', 'normalised images, SGD with 0.05'),
-    ('clients', '10', '10 that draw a part of the data anew in every call, two may have the same', '10 that keep their data'),
-    ('partition of FEMNIST', 'by hsf-id, non-IID', 'sizes by hsf-id, contents IID', 'Dirichlet; a natural partition by writer where the data has one'),
+    ('server step', 'one step along ∇L_ref, Eq. 14, whose gradient is 2λ(A−A_prev)',
+    'one number per tensor, from costs and norms, subtracted from all its weights',
+    'intended: towards the mean of the last p aggregates; printed: towards the last; released: as the code'),
+    ('reference', 'mean of p models with weights 1/p',
+    'weights 1 … p by place in a queue, whatever the age; the former reference summed over rows',
+    'intended: as the paper; released: as the code'),
+    ('λ', '0.0001 to 0.001',
+    'two of them, 0.001 and 0.000001, the second times ten in every tenth round up to 0.005',
+    'intended and printed: chosen; released: as the code'),
+    ('server rate η', 'silent', '0.000001, the clients\' rate',
+    'intended and printed: 1, for only ηλ matters; released: as the code'),
+    ('inputs and client rate', 'silent', 'raw pixels, 0 to 255, and SGD with 0.000001',
+    'normalised images, SGD with 0.05'),
+    ('clients', '10', '10 that draw a part of the data anew in every call, two may have the same',
+    '10 that keep their data'),
+    ('partition of FEMNIST', 'by hsf-id, non-IID', 'sizes by hsf-id, contents IID',
+    'Dirichlet; a natural partition by writer where the data has one'),
     ('weights of the mean', 'samples', 'batches', 'samples'),
     ('loss', 'asymmetric loss', 'a form for one class: γ+ = 0, γ− = 4, no margin', 'as the code'),
-    ('segmentation', 'FeTS2022, volumes, a 3-D U-Net', 'the same, inputs not scaled, rate 0.000001', 'slices, a small 2-D U-Net, Adam'),
-    ('focal term', 'focal Dice loss', 'divided by its weights and by the voxels, α = 0.1 for voxels of the class', 'divided by its weights; α chosen so that tumours are found'),
+    ('segmentation', 'FeTS2022, volumes, a 3-D U-Net', 'the same, inputs not scaled, rate 0.000001',
+    'slices, a small 2-D U-Net, Adam'),
+    ('focal term', 'focal Dice loss',
+    'divided by its weights and by the voxels, α = 0.1 for voxels of the class',
+    'divided by its weights; α chosen so that tumours are found'),
     ('FedProx', 'proximal term', 'μ = 0.5, the term has no gradient', 'μ = 0.5, with a gradient'),
-    ('FedOpt', 'Adagrad, Adam, Yogi with other formulas', 'a base class that averages', 'FedAdam of Reddi et al.; also FedAdagrad, FedYogi and FedAvgM'),
+    ('FedOpt', 'Adagrad, Adam, Yogi with other formulas', 'a base class that averages',
+    'FedAdam of Reddi et al.; also FedAdagrad, FedYogi and FedAvgM'),
     ('cost value', 'of the local loss', 'the last batch of the last epoch', 'as the code'),
-    ('thresholds', 'loss < 14.5 and accuracy > 9 % (FEMNIST), loss < 9.5 and accuracy > 10 % (CINIC-10), Dice > 14 % and HD95 < 9 (FeTS2022)', 'below, at or near what a guess has', '50, 75 and 90 % of what FedAvg reaches in the end'),
-    ('Dice and HD95', 'of segmentation', 'a loss of sigmoids of which a softmax is taken, and an L2 distance of probabilities', 'Dice and Hausdorff distance of masks'),
-    ('forgetting', 'claimed, not measured', 'not measured', 'accuracy that classes lose from round to round, and its sum'),
+    ('thresholds',
+    'loss < 14.5 and accuracy > 9 % (FEMNIST), loss < 9.5 and accuracy > 10 % (CINIC-10), Dice > 14 % and '
+    'HD95 < 9 (FeTS2022)', 'below, at or near what a guess has',
+    '50, 75 and 90 % of what FedAvg reaches in the end'),
+    ('Dice and HD95', 'of segmentation',
+    'a loss of sigmoids of which a softmax is taken, and an L2 distance of probabilities',
+    'Dice and Hausdorff distance of masks'),
+    ('forgetting', 'claimed, not measured', 'not measured',
+    'accuracy that classes lose from round to round, and its sum'),
     ('seeds', 'silent', '2024, partitions unseeded', 'several, every stream keyed'),
 ]
 
 # %% ../../nbs/02_methods/75_chapter_fedref.ipynb #75c089e1
-ALGORITHMS = {'FedAvg': dict(name='fedavg'), 'FedProx': dict(name='fedprox', mu=.5), 'FedOpt': dict(name='fedadam', eta=.01), 'FedRef': dict(name='fedref', eta=1., lam=.1, p=3),
-    'FedAdagrad': dict(name='fedadagrad', eta=.02), 'FedYogi': dict(name='fedyogi', eta=.01, tau=1e-3), 'FedAvgM': dict(name='fedavgm', beta=.5),
+ALGORITHMS = {'FedAvg': dict(name='fedavg'), 'FedProx': dict(name='fedprox', mu=.5),
+    'FedOpt': dict(name='fedadam', eta=.01), 'FedRef': dict(name='fedref', eta=1., lam=.1, p=3),
+    'FedAdagrad': dict(name='fedadagrad', eta=.02), 'FedYogi': dict(name='fedyogi', eta=.01, tau=1e-3),
+    'FedAvgM': dict(name='fedavgm', beta=.5),
     'FedDyn': dict(name='feddyn', alpha=.01), 'SCAFFOLD': dict(name='scaffold')}
 RELEASED = dict(eta=1e-6, lam=1e-3, lam2=1e-6) # of FedRef
 
@@ -63,18 +85,24 @@ def comparison_setting(
     evaluate_every:int=1, # Rounds from one scoring to the next
     **settings, # `data`, `model`, `input`, `partition`, … of a `Setting`
 ) -> Setting: # One cell of Tables III to VI
-    "A method as in the tables of paper 004, each class scored in every round, and distances of masks; raises `Refused` for an unknown algorithm"
+    """A method as in the tables of paper 004, each class scored in every round, and distances of masks;
+    raises `Refused` for an unknown algorithm"""
     m = {**choose(algorithm, ALGORITHMS, 'algorithm')}
     if algorithm=='FedRef': m.update(variant=variant, **(RELEASED if variant=='released' else {}))
     partition = dict(name='dirichlet', alpha=alpha) if alpha else dict(name='iid')
     how,scored = (dict(hd95=True), {}) if task=='segmentation' else ({}, dict(groups=['class']))
     given = {'partition': partition, **settings}
-    return Setting(**{'validation': 0., **scored, **given, 'partition': dict(given['partition'], n_clients=clients[0])}, method={**m, **method},
-        protocol=dict(rounds=rounds, per_round=clients[1], evaluate_every=evaluate_every), local=dict(epochs=epochs, batch_size=batch_size, optimiser=dict(name=optimiser, lr=lr), task=dict(name=task, **how, **loss)))
+    return Setting(**{'validation': 0., **scored, **given,
+        'partition': dict(given['partition'], n_clients=clients[0])}, method={**m, **method},
+        protocol=dict(rounds=rounds, per_round=clients[1], evaluate_every=evaluate_every),
+        local=dict(epochs=epochs, batch_size=batch_size, optimiser=dict(name=optimiser, lr=lr),
+        task=dict(name=task, **how, **loss)))
 
 # %% ../../nbs/02_methods/75_chapter_fedref.ipynb #388d6ccd
 def world_of(
-    world:dict, # Settings of `comparison_setting`, and instead of `data` maybe `drawn`, settings of `drawn_tumours`; with `by`, as for `reduced`
+    # Settings of `comparison_setting`, and instead of `data` maybe `drawn`, settings of `drawn_tumours`; with
+    # `by`, as for `reduced`
+    world:dict,
 ) -> dict: # Settings of `comparison_setting`, `data` among them
     "The settings that a world stands for; makes its data where they are made"
     d = drawn_tumours(**world['drawn']).name if 'drawn' in world else world['data']
@@ -91,7 +119,8 @@ def comparison_cases(
     "The cells of one of Tables IV to VI, FedRef in each variant; the others count as 'intended'"
     how = world_of(world) | settings
     own = how.pop('methods', {})
-    return [Case(dict(algorithm=a), comparison_setting(a, v, method=own.get(a, {}), **how), v) for a in algorithms for v in (variants if a=='FedRef' else ['intended'])]
+    return [Case(dict(algorithm=a), comparison_setting(a, v, method=own.get(a, {}), **how), v)
+        for a in algorithms for v in (variants if a=='FedRef' else ['intended'])]
 
 # %% ../../nbs/02_methods/75_chapter_fedref.ipynb #f7e9cc4a
 def ablation(
@@ -109,7 +138,8 @@ def short_reference(
     rounds:int, # Of the run
 ) -> str: # A sentence; empty where the reference gets all of them
     "What to say where there are fewer rounds than the reference wants aggregates"
-    return f'With p = {p} and {rounds} rounds the reference never holds {p} aggregates; it is the mean of those there are.'*(p > rounds)
+    return (f'With p = {p} and {rounds} rounds the reference never holds {p} aggregates; it is the mean of '
+        f'those there are.'*(p > rounds))
 
 # %% ../../nbs/02_methods/75_chapter_fedref.ipynb #265b18d3
 def rounds_to(
@@ -130,8 +160,10 @@ def thresholds(
     metric:str='accuracy', # Or another that is better the higher it is
 ) -> dict: # Share to threshold
     "Thresholds that FedAvg reaches"
-    require(records, "Thresholds are shares of what FedAvg reaches, and there are no runs of it; give at least one.")
-    end = sum(sum(c[-last:])/len(c[-last:]) for c in (list(curve_of(r, metric).values()) for r in records))/len(records)
+    require(records,
+        "Thresholds are shares of what FedAvg reaches, and there are no runs of it; give at least one.")
+    end = sum(sum(c[-last:])/len(c[-last:])
+        for c in (list(curve_of(r, metric).values()) for r in records))/len(records)
     return {s: s*end for s in shares}
 
 # %% ../../nbs/02_methods/75_chapter_fedref.ipynb #f23d48e8
@@ -141,7 +173,8 @@ def rounds_until(
 ) -> int|None: # `None`: not reached
     "`rounds_to` for a threshold in the paper's words"
     metric,sign,number = reached.split()[:3]
-    return rounds_to(record, float(number), metric.lower(), choose(sign, {'>': 'higher', '<': 'lower'}, 'comparison'))
+    return rounds_to(record, float(number), metric.lower(),
+        choose(sign, {'>': 'higher', '<': 'lower'}, 'comparison'))
 
 # %% ../../nbs/02_methods/75_chapter_fedref.ipynb #fdaf9751
 def guesses(
@@ -160,7 +193,8 @@ def as_rounds(
 ) -> list[dict]: # A record per threshold, its cell with `reached`
     "A run as the tables of paper 004 print it"
     last = record['setting']['protocol']['rounds']
-    lost = [[last, None, 'forgotten', forgetting(record)[1]]]*any(m=='class_accuracy' for *_,m,_ in record['rows'])
+    lost = [[last, None, 'forgotten', forgetting(record)[1]]]*any(m=='class_accuracy'
+        for *_,m,_ in record['rows'])
     def rows(t): return [[last, None, 'rounds', rounds_until(record, t) or last+1], *lost]
     return [dict(record, cell=dict(record['cell'], reached=k), rows=rows(t)) for k,t in aims.items()]
 
@@ -171,7 +205,9 @@ def relative_cost(
 ) -> dict: # Method to E
     "The relative communication cost of paper 004, Eq. 17"
     low,high = min(costs.values()),max(costs.values())
-    require(high > low, 'All methods cost the same, and Eq. 17 divides by the difference of the dearest and the cheapest; compare the costs themselves.')
+    require(high > low,
+        'All methods cost the same, and Eq. 17 divides by the difference of the dearest and the cheapest; '
+        'compare the costs themselves.')
     return {k: (v-low)/(high-low) + eps for k,v in costs.items()}
 
 # %% ../../nbs/02_methods/75_chapter_fedref.ipynb #83c70f04
@@ -186,7 +222,8 @@ def sent_until(
 def operations(
     f, # What to count in
 ) -> int: # Floating-point operations
-    "Products and sums of matrix products and convolutions, and one for each element of every other floating-point result"
+    """Products and sums of matrix products and convolutions, and one for each element of every other
+    floating-point result"""
     from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils._pytree import tree_leaves
     from torch.utils.flop_counter import FlopCounterMode, flop_registry
@@ -194,7 +231,9 @@ def operations(
     class Others(TorchDispatchMode):
         def __torch_dispatch__(self, op, types, args=(), kwargs=None):
             out = op(*args, **(kwargs or {}))
-            if op.overloadpacket not in flop_registry and not op.is_view: found.extend(t.numel() for t in tree_leaves(out) if torch.is_tensor(t) and t.is_floating_point())
+            if op.overloadpacket not in flop_registry and not op.is_view:
+                found.extend(t.numel() for t in tree_leaves(out) if torch.is_tensor(t)
+                    and t.is_floating_point())
             return out
     with FlopCounterMode(display=False) as products, Others(): f()
     return products.get_total_flops() + sum(found)
@@ -212,6 +251,8 @@ def round_costs(
     "What a round costs a client and the server, one client after the other on the reference engine"
     ids = list(range(fed.protocol.per_round))
     replies = {i: client_round(fed, state, i, r) for i in ids}
-    messages,weights = [{**a['message'], 'client': i} for i,a in replies.items()],[len(fed.data.clients[i]) for i in ids]
-    return dict(operations=operations(lambda: client_round(fed, state, 0, r)), client_seconds=clocked(lambda: client_round(fed, state, 0, r)),
+    messages,weights = [{**a['message'], 'client': i} for i,a in replies.items()],[len(fed.data.clients[i])
+        for i in ids]
+    return dict(operations=operations(lambda: client_round(fed, state, 0, r)),
+        client_seconds=clocked(lambda: client_round(fed, state, 0, r)),
         server_seconds=clocked(lambda: fed.method.aggregate(state['server'], messages, weights)))

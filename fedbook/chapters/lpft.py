@@ -25,30 +25,59 @@ from ..streams import stream
 
 # %% ../../nbs/02_methods/55_chapter_lpft.ipynb #da0fe75e
 DIFFERENCES = [ # what, the paper says, the earlier code does, fedbook does
-    ('global model', 'FedAvg, 100 rounds of one epoch, all clients, Adam 0.001, batches of 128; the best model', 'FedSoup chooses on test data', 'the last model; its accuracy on each client beside every table'),
-    ('fine-tuning', '15 epochs, Adam 0.001, batches of 128', '15 passes, batches without the last, so a client with less than 128 images trains on nothing', '15 epochs; a small client has one batch of all it has'),
-    ('the optimiser', 'silent', 'FedSoup goes on with the old state', 'fresh where the stage begins, and kept over its epochs; fresh again where LP-FT begins to train the body'),
-    ('LP-FT', 'epochs of probing: silent', 'a probing routine whose call is commented out; BatchNorm statistics move in it', '5 of 15 epochs, a sweep in Figure 2; the body is in evaluation mode while the head is probed'),
+    ('global model',
+    'FedAvg, 100 rounds of one epoch, all clients, Adam 0.001, batches of 128; the best model',
+    'FedSoup chooses on test data', 'the last model; its accuracy on each client beside every table'),
+    ('fine-tuning', '15 epochs, Adam 0.001, batches of 128',
+    '15 passes, batches without the last, so a client with less than 128 images trains on nothing',
+    '15 epochs; a small client has one batch of all it has'),
+    ('the optimiser', 'silent', 'FedSoup goes on with the old state',
+    'fresh where the stage begins, and kept over its epochs; fresh again where LP-FT begins to train the '
+    'body'),
+    ('LP-FT', 'epochs of probing: silent',
+    'a probing routine whose call is commented out; BatchNorm statistics move in it',
+    '5 of 15 epochs, a sweep in Figure 2; the body is in evaluation mode while the head is probed'),
     ('Proximal FT', 'L2 distance to the global model, 0.01', 'silent', 'μ/2·‖w−w_G‖² with μ = 0.01'),
-    ('Soup FT', 'mean of 5 models', 'silent', '5 models trained in orders of their own; BatchNorm statistics computed anew for the mean'),
-    ('Sparse FT', 'a gradient-based metric, coefficient 0.001', 'SNIP with a global threshold, 10 % of the weights train', 'as the code'),
-    ('LSS FT', '3 models', 'a step at every 15th batch, so that a small client never moves models 2 and 3', 'a step at every batch'),
-    ('Local, Global, C-Std, Worst, Average', 'means over other clients; the deviation and the lowest of local accuracies; the mean of two', 'what the printed rows fit: Global with the own client, C-Std and Worst over the clients on which one model is scored, Average of three', 'as the printed rows; the text\'s definitions beside them'),
-    ('Table 8', 'rounds and settings of the methods: silent', 'silent', 'rounds, epoch, Adam and batches as for the global model, and each method\'s own settings as released; LP-FT has its epochs of fine-tuning besides'),
-    ('FedBN', 'silent', 'layers with bn in their names', 'layers that normalise; a small network has BatchNorm put in, for this row alone'),
-    ('FedNova', 'local accuracy far above the global one, so not that of its one model', 'silent', 'each client\'s model after one more local epoch'),
-    ('FedRep', 'silent', '10 epochs of the head, one of the body; all clients tune their heads in the end', '10 and 1; no tuning in the end'),
-    ('FedSoup', 'silent', 'chooses on the client\'s test set, after 0.75 of the rounds', 'chooses on a fifth of its training images, held out; after 0.75 of the rounds'),
-    ('pFedFDA', 'silent', '10⁻⁴ on every entry of Σ, and the identity besides; features of all local epochs', 'as the code'),
-    ('FedL2G', 'silent; it has no global model', 'guided logits, 50 rounds without training, quiz on the first batch, always the same study batch', 'guided logits, half of the rounds without training, quiz on a fifth of the images, held out; another study batch in every round'),
-    ('corruptions', '50 of them, one for each client; severity silent', 'silent', '17 of the published ones at severities 1, 3 and 5, the first 50 of these'),
-    ('Digit5', 'MNIST, SVHN, USPS, SynthDigits, MNIST-M', '25,000 images each, USPS four times over, before the split', 'MNIST, USPS, MNIST-M and two styles drawn here; the official test sets'),
+    ('Soup FT', 'mean of 5 models', 'silent',
+    '5 models trained in orders of their own; BatchNorm statistics computed anew for the mean'),
+    ('Sparse FT', 'a gradient-based metric, coefficient 0.001',
+    'SNIP with a global threshold, 10 % of the weights train', 'as the code'),
+    ('LSS FT', '3 models', 'a step at every 15th batch, so that a small client never moves models 2 and 3',
+    'a step at every batch'),
+    ('Local, Global, C-Std, Worst, Average',
+    'means over other clients; the deviation and the lowest of local accuracies; the mean of two',
+    'what the printed rows fit: Global with the own client, C-Std and Worst over the clients on which one '
+    'model is scored, Average of three', 'as the printed rows; the text\'s definitions beside them'),
+    ('Table 8', 'rounds and settings of the methods: silent', 'silent',
+    'rounds, epoch, Adam and batches as for the global model, and each method\'s own settings as released; '
+    'LP-FT has its epochs of fine-tuning besides'),
+    ('FedBN', 'silent', 'layers with bn in their names',
+    'layers that normalise; a small network has BatchNorm put in, for this row alone'),
+    ('FedNova', 'local accuracy far above the global one, so not that of its one model', 'silent',
+    'each client\'s model after one more local epoch'),
+    ('FedRep', 'silent', '10 epochs of the head, one of the body; all clients tune their heads in the end',
+    '10 and 1; no tuning in the end'),
+    ('FedSoup', 'silent', 'chooses on the client\'s test set, after 0.75 of the rounds',
+    'chooses on a fifth of its training images, held out; after 0.75 of the rounds'),
+    ('pFedFDA', 'silent', '10⁻⁴ on every entry of Σ, and the identity besides; features of all local epochs',
+    'as the code'),
+    ('FedL2G', 'silent; it has no global model',
+    'guided logits, 50 rounds without training, quiz on the first batch, always the same study batch',
+    'guided logits, half of the rounds without training, quiz on a fifth of the images, held out; another '
+    'study batch in every round'),
+    ('corruptions', '50 of them, one for each client; severity silent', 'silent',
+    '17 of the published ones at severities 1, 3 and 5, the first 50 of these'),
+    ('Digit5', 'MNIST, SVHN, USPS, SynthDigits, MNIST-M',
+    '25,000 images each, USPS four times over, before the split',
+    'MNIST, USPS, MNIST-M and two styles drawn here; the official test sets'),
     ('DomainNet', 'ten classes of six domains', 'silent', 'PACS, seven classes of four domains, 64 pixels'),
 ]
 
 # %% ../../nbs/02_methods/55_chapter_lpft.ipynb #ddc2aae6
-STRATEGIES = {'FT': dict(name='ft'), 'Proximal FT': dict(name='proximalft'), 'Soup FT': dict(name='soupft'), 'Sparse FT': dict(name='sparseft'), 'LSS FT': dict(name='lssft'),
-    'LP-FT': dict(name='lpft'), 'LP': dict(name='lponly'), 'LoRA': dict(name='lora'), 'Adapter': dict(name='adapter')}
+STRATEGIES = {'FT': dict(name='ft'), 'Proximal FT': dict(name='proximalft'), 'Soup FT': dict(name='soupft'),
+    'Sparse FT': dict(name='sparseft'), 'LSS FT': dict(name='lssft'),
+    'LP-FT': dict(name='lpft'), 'LP': dict(name='lponly'), 'LoRA': dict(name='lora'),
+    'Adapter': dict(name='adapter')}
 
 # %% ../../nbs/02_methods/55_chapter_lpft.ipynb #d226046b
 KINDS = [k for k in SHIFTS if k not in ('label_flip','rotate','colour','negative','none')]
@@ -58,7 +87,8 @@ WORLDS = {'CIFAR10-C': dict(data='cifar10', partition=dict(name='iid', n_clients
     'Digit5': dict(data='digit5', partition=dict(name='natural', group='domain', n_clients=5)),
     'DomainNet': dict(data='pacs64', partition=dict(name='natural', group='domain', n_clients=4)),
     'CIFAR10': dict(data='cifar10', partition=dict(name='dirichlet', alpha=.1, n_clients=20)),
-    'corrupted clothes': dict(data='fashion_mnist_mini', partition=dict(name='iid', n_clients=6), shift=['none','gaussian_noise','defocus_blur','brightness','contrast','pixelate'])}
+    'corrupted clothes': dict(data='fashion_mnist_mini', partition=dict(name='iid', n_clients=6),
+    shift=['none','gaussian_noise','defocus_blur','brightness','contrast','pixelate'])}
 
 # %% ../../nbs/02_methods/55_chapter_lpft.ipynb #4262e6e7
 def drawn_digit(rng, street:bool) -> tuple: # uint8 [28, 28, 3], and the digit
@@ -70,7 +100,9 @@ def drawn_digit(rng, street:bool) -> tuple: # uint8 [28, 28, 3], and the digit
     back,ink = rng.integers(0, 256, (2, 3))
     if street: ink = (back + rng.choice([-1,1])*rng.integers(50, 110)).clip(0, 255)
     image = Image.new('RGB', (56,56), tuple(back.tolist())); pen = ImageDraw.Draw(image)
-    for text,x in [(str(y), 28), *([(str(rng.integers(10)), 28+d) for d in (-18, 18)] if street else [])]: pen.text((x+rng.integers(-2, 3), 28+rng.integers(-2, 3)), text, tuple(ink.tolist()), font, anchor='mm')
+    for text,x in [(str(y), 28), *([(str(rng.integers(10)), 28+d) for d in (-18, 18)] if street else [])]:
+        pen.text((x+rng.integers(-2, 3), 28+rng.integers(-2, 3)), text, tuple(ink.tolist()),
+            font, anchor='mm')
     image = image.rotate(int(rng.integers(-15, 16)), fillcolor=tuple(back.tolist())).crop((14, 14, 42, 42))
     return np.asarray(image.filter(ImageFilter.GaussianBlur(rng.uniform(.3, 1.))) if street else image),y
 
@@ -83,12 +115,14 @@ def drawn_digits(
     "Digits in a style that is drawn here"
     rng = stream(0, 'digits', name)
     x,y = (np.array(a) for a in zip(*(drawn_digit(rng, name=='drawn_street') for _ in range(n_train+n_test))))
-    return Dataset(name, x[:n_train], y[:n_train].astype(np.int64), x[n_train:], y[n_train:].astype(np.int64), source='drawn')
+    return Dataset(name, x[:n_train], y[:n_train].astype(np.int64), x[n_train:], y[n_train:].astype(np.int64),
+        source='drawn')
 
 # %% ../../nbs/02_methods/55_chapter_lpft.ipynb #e69671f3
 def part(d:Dataset, n_train:int, n_test:int) -> Dataset:
     "The first images of a data set"
-    return Dataset(d.name, d.train_x[:n_train], d.train_y[:n_train], d.test_x[:n_test], d.test_y[:n_test], classes=d.classes, source=d.source)
+    return Dataset(d.name, d.train_x[:n_train], d.train_y[:n_train], d.test_x[:n_test], d.test_y[:n_test],
+        classes=d.classes, source=d.source)
 
 def digit5(
     sources:list=('mnist','usps','mnist_m_regenerated'), # Data sets of digits
@@ -97,7 +131,8 @@ def digit5(
 ) -> Dataset: # `load('digit5')` finds it in this process
     "Five styles of digits in one data set, with the style as the group `domain`"
     from fedbook.data import load
-    styles = [part(load(s), n_train, n_test) for s in sources] + [drawn_digits(s, n_train, n_test) for s in ('drawn_printed','drawn_street')]
+    styles = [part(load(s), n_train, n_test) for s in sources] + [drawn_digits(s, n_train, n_test)
+        for s in ('drawn_printed','drawn_street')]
     return keep(join(styles, name='digit5'))
 
 # %% ../../nbs/02_methods/55_chapter_lpft.ipynb #c6d38934
@@ -119,11 +154,14 @@ def personalised(
     "A strategy in a world; raises `Refused` for an unknown one"
     w = {**choose(world, WORLDS, 'world'), **settings}
     partition = dict(w['partition'], **({'n_clients': clients} if clients else {}))
-    n,named,own = partition['n_clients'],choose(strategy, STRATEGIES, 'strategy'),dict(probing=probing) if strategy=='LP-FT' else {}
-    more = {k: v for k,v in method.items() if getattr(method_of(**named), k, None)!=v} # a default is not named, so that it is the run of Table 2
+    n,named,own = partition['n_clients'],choose(strategy, STRATEGIES,
+        'strategy'),dict(probing=probing) if strategy=='LP-FT' else {}
+    # a default is not named, so that it is the run of Table 2
+    more = {k: v for k,v in method.items() if getattr(method_of(**named), k, None)!=v}
     stage = dict(method={**named, **own, **more}, local=dict(optimiser=dict(name='adam', lr=tune_lr or lr)),
         protocol=dict(rounds=epochs, personal_every=1, evaluate_every=epochs, cross=cross))
-    return Setting(**{'validation': 0., **w, 'partition': partition}, personal=test, local=dict(batch_size=batch_size, optimiser=dict(name='adam', lr=lr)),
+    return Setting(**{'validation': 0., **w, 'partition': partition}, personal=test,
+        local=dict(batch_size=batch_size, optimiser=dict(name='adam', lr=lr)),
         protocol=dict(rounds=rounds, per_round=n, evaluate_every=max(1, rounds//10)), after=[stage])
 
 # %% ../../nbs/02_methods/55_chapter_lpft.ipynb #27b0561a
@@ -133,7 +171,8 @@ def normed(
 ) -> Classifier: # Fresh
     "A network of layers in a row, with BatchNorm between them"
     m,body = builder(of['name'])(**sizes, **{k: v for k,v in of.items() if k!='name'}),nn.Sequential()
-    kind,norm = (nn.Conv2d, nn.BatchNorm2d) if any(isinstance(l, nn.Conv2d) for l in m.body) else (nn.Linear, nn.BatchNorm1d)
+    kind,norm = (nn.Conv2d, nn.BatchNorm2d) if any(isinstance(l, nn.Conv2d) for l in m.body) else (nn.Linear,
+        nn.BatchNorm1d)
     for k,l in m.body.named_children():
         body.add_module(k, l)
         if isinstance(l, kind): body.add_module(f'bn_{k}', norm(len(l.bias)))
@@ -142,8 +181,10 @@ def normed(
 MODELS['normed'] = normed
 
 # %% ../../nbs/02_methods/55_chapter_lpft.ipynb #f2df9a5b
-INTEGRATED = {'FedBN (Li et al., 2021)': 'fedbn', 'PerAvg (Fallah et al., 2020)': 'perfedavg', 'FedNova (Wang et al., 2020)': 'fednova', 'FedRep (Collins et al., 2021)': 'fedrep',
-    'FedSoup (Chen et al., 2023)': 'fedsoup', 'pFedFDA (McLaughlin et al., 2024)': 'pfedfda', 'FedL2G (Zhang et al., 2024)': 'fedl2g', 'LP-FT (ours)': ''}
+INTEGRATED = {'FedBN (Li et al., 2021)': 'fedbn', 'PerAvg (Fallah et al., 2020)': 'perfedavg',
+    'FedNova (Wang et al., 2020)': 'fednova', 'FedRep (Collins et al., 2021)': 'fedrep',
+    'FedSoup (Chen et al., 2023)': 'fedsoup', 'pFedFDA (McLaughlin et al., 2024)': 'pfedfda',
+    'FedL2G (Zhang et al., 2024)': 'fedl2g', 'LP-FT (ours)': ''}
 SMALL = 'mlp','cnn' # Networks without layers that normalise
 
 def schedules(
@@ -168,7 +209,8 @@ def integrated(
     rounds,scored = s.protocol['rounds'],dict(cross=s.after[0]['protocol']['cross'])
     model = dict(name='normed', of=s.model) if name=='fedbn' and s.model['name'] in SMALL else s.model
     epoch = dict(method=dict(name='ft'), protocol=dict(scored, rounds=1, evaluate_every=1))
-    return replace(s, method=dict(name=name, **schedules(rounds).get(name, {})), model=model, held=held if name in ('fedsoup','fedl2g') else 0.,
+    return replace(s, method=dict(name=name, **schedules(rounds).get(name, {})), model=model,
+        held=held if name in ('fedsoup','fedl2g') else 0.,
         protocol=dict(s.protocol, **({} if name=='fednova' else scored)), after=[epoch]*(name=='fednova'))
 
 # %% ../../nbs/02_methods/55_chapter_lpft.ipynb #8e5965e8
@@ -209,4 +251,5 @@ def before_and_after(
     first = [row for row in record['rows'] if row[0] <= n]
     start = float(np.mean([v for r,_,m,v in first if r==n and m=='client_accuracy']))
     def cell(when, rows): return {**record, 'cell': {**record['cell'], 'when': when}, 'rows': rows}
-    return [cell('global model', first + [[n, None, f'cross_{k}', start] for k in ('local','global')]), cell('fine-tuned', record['rows'])]
+    return [cell('global model', first + [[n, None, f'cross_{k}', start] for k in ('local','global')]),
+        cell('fine-tuned', record['rows'])]

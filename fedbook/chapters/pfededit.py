@@ -18,28 +18,51 @@ from ..results import curve_of
 
 # %% ../../nbs/02_methods/69_chapter_pfededit.ipynb #6895246d
 DIFFERENCES = [ # what, the paper says, the released code does, fedbook does
-    ('clients and rounds', '10 clients, all in each of 100 rounds, one local epoch', '11 rounds', 'as the paper'),
-    ('learning rate', '0.01 for ResNet-18, 0.001 for ViT', 'SGD, 0.001, no momentum, batches of 10; of 1 for Lyme', 'as the paper; plain SGD, batches of 10'),
-    ('edited layers', '7 % of the layers, most of the time 4 of 54', '3 %, 2 of 54', 'as the paper; a ratio counts the layers as the code does and is rounded up'),
-    ('what is a layer', 'silent; 54 of ResNet-18, 107 of ResNet-50, 370 of DenseNet-121', 'modules whose names have four parts, ReLU and pooling among them, the head not: 54 and 129', 'modules that own parameters, the head among them: 41, 107 and 242'),
-    ('the edit', 'the layer of the local model', 'a module of another name is added, and the network computes as before', 'intended: as the paper; released: layers drawn at random that stay with the client for good'),
+    ('clients and rounds', '10 clients, all in each of 100 rounds, one local epoch', '11 rounds',
+    'as the paper'),
+    ('learning rate', '0.01 for ResNet-18, 0.001 for ViT',
+    'SGD, 0.001, no momentum, batches of 10; of 1 for Lyme', 'as the paper; plain SGD, batches of 10'),
+    ('edited layers', '7 % of the layers, most of the time 4 of 54', '3 %, 2 of 54',
+    'as the paper; a ratio counts the layers as the code does and is rounded up'),
+    ('what is a layer', 'silent; 54 of ResNet-18, 107 of ResNet-50, 370 of DenseNet-121',
+    'modules whose names have four parts, ReLU and pooling among them, the head not: 54 and 129',
+    'modules that own parameters, the head among them: 41, 107 and 242'),
+    ('the edit', 'the layer of the local model',
+    'a module of another name is added, and the network computes as before',
+    'intended: as the paper; released: layers drawn at random that stay with the client for good'),
     ('D_p', 'a tenth of the training images', 'a tenth that is held out', 'as the paper'),
-    ('ties', 'the order of the four counts', 'then the mean TE score, before the fourth count', 'three counts, then the mean TE score, then the shallower layer'),
-    ('DH-level', 'classes per client; a share of 0.4 to 0.6 of each class before it is normalised', 'shares from 0.4 to 0.6 or, in its latest version, all 0.5; the test set likewise; what does not divide is dropped', 'the same for training; each client as many test images in its class shares'),
-    ('what is reported', 'best accuracy', 'the best over all rounds on the test images, all clients pooled', 'the last round, and the round that is best on images held out from training; the best on the test images only beside them'),
-    ('held-out images', 'silent', 'a tenth, used as D_p', 'a tenth of each client\'s images, to choose the round; nothing else sees them'),
-    ('other methods', 'one epoch, other settings as in their papers', 'not released', 'one epoch for all, FedRep one of the head and one of the body; what each method\'s authors score: a personal model where there is one'),
+    ('ties', 'the order of the four counts', 'then the mean TE score, before the fourth count',
+    'three counts, then the mean TE score, then the shallower layer'),
+    ('DH-level', 'classes per client; a share of 0.4 to 0.6 of each class before it is normalised',
+    'shares from 0.4 to 0.6 or, in its latest version, all 0.5; the test set likewise; what does not divide '
+    'is dropped', 'the same for training; each client as many test images in its class shares'),
+    ('what is reported', 'best accuracy', 'the best over all rounds on the test images, all clients pooled',
+    'the last round, and the round that is best on images held out from training; the best on the test '
+    'images only beside them'),
+    ('held-out images', 'silent', 'a tenth, used as D_p',
+    'a tenth of each client\'s images, to choose the round; nothing else sees them'),
+    ('other methods', 'one epoch, other settings as in their papers', 'not released',
+    'one epoch for all, FedRep one of the head and one of the body; what each method\'s authors score: a '
+    'personal model where there is one'),
     ('Fed-LAMB', 'silent', 'not released', 'its rate is a share of each tensor\'s norm, 0.01 at most'),
-    ('fine-tuning', 'no such baseline', 'none', 'FedAvg, then each client trains its own copy for as many epochs as an edit could have; scored like the others'),
-    ('Lyme', '3,027 images of 4 classes; 50 % with 2 classes and 100 % with 4 in the text, 0 % and 50 % (i.i.d.) in Table 1', 'folders of pictures', '0 % is all classes and 50 % half of them, as the DH-level says; the data are not public, a stand-in is named in each run'),
+    ('fine-tuning', 'no such baseline', 'none',
+    'FedAvg, then each client trains its own copy for as many epochs as an edit could have; scored like the '
+    'others'),
+    ('Lyme', '3,027 images of 4 classes; 50 % with 2 classes and 100 % with 4 in the text, 0 % and 50 % '
+    '(i.i.d.) in Table 1', 'folders of pictures',
+    '0 % is all classes and 50 % half of them, as the DH-level says; the data are not public, a stand-in is '
+    'named in each run'),
     ('pretrained weights', 'ImageNet', 'ImageNet', 'in profile paper'),
     ('seeds', 'silent; deviations in Tables 6 to 8', 'not set', 'every stream keyed, intervals over seeds'),
 ]
 
 # %% ../../nbs/02_methods/69_chapter_pfededit.ipynb #aa3a7f6f
-ALGORITHMS = {'FedAvg': dict(name='fedavg'), 'FedAvg + fine-tuning': dict(name='fedavg'), 'local only': dict(name='localonly'), 'FedPer': dict(name='fedper'), 'FedBN': dict(name='fedbn'),
-    'FedRep': dict(name='fedrep', head_epochs=1), 'DisTrans': dict(name='distrans'), 'MOON': dict(name='moon'), 'APFL': dict(name='apfl'), 'PFedEdit': dict(name='pfededit'),
-    'FedFA': dict(name='fedfa'), 'FedFed': dict(name='fedfed'), 'FedALA': dict(name='fedala'), 'Fed-LAMB': dict(name='fedlamb'), 'FedRolex': dict(name='fedrolex'), 'HeteroFL': dict(name='heterofl'),
+ALGORITHMS = {'FedAvg': dict(name='fedavg'), 'FedAvg + fine-tuning': dict(name='fedavg'),
+    'local only': dict(name='localonly'), 'FedPer': dict(name='fedper'), 'FedBN': dict(name='fedbn'),
+    'FedRep': dict(name='fedrep', head_epochs=1), 'DisTrans': dict(name='distrans'),
+    'MOON': dict(name='moon'), 'APFL': dict(name='apfl'), 'PFedEdit': dict(name='pfededit'),
+    'FedFA': dict(name='fedfa'), 'FedFed': dict(name='fedfed'), 'FedALA': dict(name='fedala'),
+    'Fed-LAMB': dict(name='fedlamb'), 'FedRolex': dict(name='fedrolex'), 'HeteroFL': dict(name='heterofl'),
     'CD²-pFed': dict(name='cd2pfed'), 'PartialFed-Fix': dict(name='partialfed')}
 EXTRA = 'FedAvg + fine-tuning','local only' # Not in the paper
 
@@ -49,11 +72,13 @@ def n_edits(
     ratio:float, # Percent of the layers
 ) -> int: # k, at least 1
     "The number of layers that are edited"
-    require(0 < ratio <= 100, f'ratio is a share of the layers in percent, above 0 and at most 100, not {ratio}.')
+    require(0 < ratio <= 100,
+        f'ratio is a share of the layers in percent, above 0 and at most 100, not {ratio}.')
     return max(1, ceil(round(ratio*n_layers(json.dumps(model, sort_keys=True))/100, 6)))
 
 @lru_cache(maxsize=None)
-def n_layers(model:str, rule:str='released') -> int: return len(candidate_layers(Net(build(**{**json.loads(model), 'pretrained': False})), rule))
+def n_layers(model:str, rule:str='released') -> int:
+    return len(candidate_layers(Net(build(**{**json.loads(model), 'pretrained': False})), rule))
 
 # %% ../../nbs/02_methods/69_chapter_pfededit.ipynb #652287bb
 def edited_setting(
@@ -76,17 +101,25 @@ def edited_setting(
 ) -> Setting: # One cell of a table of paper 001
     "A method as in the tables and figures of paper 001; raises `Refused` for an unknown algorithm"
     model = settings.get('model', dict(name='softmax'))
-    own = dict(k=n_edits(model, ratio), p=p, by=by, layers=layers, variant=variant) if algorithm=='PFedEdit' else dict(rounds=rounds) if algorithm=='CD²-pFed' else dict(distilling=min(15, rounds)) if algorithm=='FedFed' else {}
+    own = (dict(k=n_edits(model, ratio), p=p, by=by, layers=layers, variant=variant) if algorithm=='PFedEdit'
+        else dict(rounds=rounds) if algorithm=='CD²-pFed' else dict(distilling=min(15, rounds))
+        if algorithm=='FedFed' else {})
     lr = min(lr, .01) if algorithm=='Fed-LAMB' else lr # a share of each tensor's norm
-    tuned = [dict(method=dict(name='ft'), protocol=dict(rounds=tuning, per_round=clients, personal_every=1, evaluate_every=tuning))]*(algorithm=='FedAvg + fine-tuning')
+    tuned = [dict(method=dict(name='ft'),
+        protocol=dict(rounds=tuning, per_round=clients, personal_every=1, evaluate_every=tuning))]*(
+        algorithm=='FedAvg + fine-tuning')
     partition = {**settings.pop('partition', dict(name='dh_level', level=level)), 'n_clients': clients}
-    return Setting(**{'validation': 0., **settings}, method={**choose(algorithm, ALGORITHMS, 'algorithm'), **own, **method}, partition=partition, held=held, personal=test, after=tuned,
+    return Setting(**{'validation': 0., **settings},
+        method={**choose(algorithm, ALGORITHMS, 'algorithm'), **own, **method}, partition=partition,
+        held=held, personal=test, after=tuned,
         local=dict(epochs=1, batch_size=batch_size, optimiser=dict(name='sgd', lr=lr)),
-        protocol=dict(rounds=rounds, per_round=clients, weighting='uniform', evaluate_every=rounds, personal_every=1))
+        protocol=dict(rounds=rounds, per_round=clients, weighting='uniform', evaluate_every=rounds,
+        personal_every=1))
 
 # %% ../../nbs/02_methods/69_chapter_pfededit.ipynb #8938317b
 MEASURES = {'Accuracy': 'accuracy', 'Loss': 'loss', 'TE score': 'te', 'Prediction list': 'cases'}
-VARIED = dict(ratio=lambda v: dict(ratio=v), p=lambda v: dict(p=v), measure=lambda v: dict(by=choose(v, MEASURES, 'measure')), layers=lambda v: dict(layers=v.lower()))
+VARIED = dict(ratio=lambda v: dict(ratio=v), p=lambda v: dict(p=v),
+    measure=lambda v: dict(by=choose(v, MEASURES, 'measure')), layers=lambda v: dict(layers=v.lower()))
 
 def contender(
     coordinate:str, # 'algorithm', or a name in `VARIED`
@@ -94,7 +127,8 @@ def contender(
 ) -> tuple: # The algorithm, and its arguments of `edited_setting`
     "Who stands in a row of a table"
     if coordinate=='algorithm' or value in ALGORITHMS: return value,{}
-    return ('FedAvg',{}) if (coordinate, value)==('ratio', 0) else ('PFedEdit', choose(coordinate, VARIED, 'coordinate')(value))
+    return ('FedAvg',{}) if (coordinate, value)==('ratio', 0) else ('PFedEdit',
+        choose(coordinate, VARIED, 'coordinate')(value))
 
 # %% ../../nbs/02_methods/69_chapter_pfededit.ipynb #55b26625
 def ways(
@@ -102,19 +136,23 @@ def ways(
 ) -> dict: # last, chosen, best: each (accuracy in percent, round)
     "The accuracy of the personal models in three rounds"
     test,held = curve_of(record, 'personal_accuracy'),curve_of(record, 'held_accuracy')
-    at = dict(last=max(test), chosen=max(test, key=lambda r: (held[r], -r)), best=max(test, key=lambda r: (test[r], -r)))
+    at = dict(last=max(test), chosen=max(test, key=lambda r: (held[r], -r)),
+        best=max(test, key=lambda r: (test[r], -r)))
     return {k: (test[r], r) for k,r in at.items()}
 
 # %% ../../nbs/02_methods/69_chapter_pfededit.ipynb #b129637b
 def converged(record:dict) -> dict:
     "A run with its chosen round as the metric `rounds`"
-    return dict(record, rows=record['rows'] + [[max(curve_of(record, 'personal_accuracy')), None, 'rounds', float(ways(record)['chosen'][1])]])
+    return dict(record, rows=record['rows']
+        + [[max(curve_of(record, 'personal_accuracy')), None, 'rounds', float(ways(record)['chosen'][1])]])
 
 def exceeded(
     record:dict, # A run
     targets:list, # Accuracies in percent
-) -> list[dict]: # A run for each target that is exceeded, with the coordinate `target` and the metric `rounds`
+    # A run for each target that is exceeded, with the coordinate `target` and the metric `rounds`
+) -> list[dict]:
     "When personal models first exceed an accuracy on the test images"
     curve = curve_of(record, 'personal_accuracy')
     first = {t: next((r for r in sorted(curve) if curve[r] > t), None) for t in targets}
-    return [dict(record, cell=dict(record['cell'], target=t), rows=[[r, None, 'rounds', float(r)]]) for t,r in first.items() if r is not None]
+    return [dict(record, cell=dict(record['cell'], target=t), rows=[[r, None, 'rounds', float(r)]])
+        for t,r in first.items() if r is not None]

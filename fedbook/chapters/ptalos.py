@@ -14,28 +14,59 @@ from ..tables import markdown
 # %% ../../nbs/02_methods/20_chapter_ptalos.ipynb #49f31649
 DIFFERENCES = [ # what, the paper says, the released code does, fedbook does
     ('clients', 'silent', '100, of which 10 a round', 'as the code'),
-    ('batch size', '256 (Table 1)', '32 in the federated baselines, 256 where weights are edited (128 in one centralised notebook)', 'as the code, 256 in centralised training'),
-    ('optimiser of the frozen baselines', 'SGD with momentum 0.9, learning rate 0.03, weight decay 0.05', 'the same with weight decay 0.0001', 'as the code'),
-    ('optimiser of editing', 'AdamW, learning rate 0.00005, weight decay 0.05', 'the same with weight decay 0.025 in federated runs', 'as the code'),
-    ('schedule', 'cosine annealing after a warm-up', 'a cosine with T_max = 8 (4 in TaLoSProx and pTaLoS) that is stepped at every *batch*, evidently meant for epochs or rounds: the rate swings up and down; TaLoS has a scheduler that is never stepped; no warm-up in federated runs',
+    ('batch size', '256 (Table 1)',
+    '32 in the federated baselines, 256 where weights are edited (128 in one centralised notebook)',
+    'as the code, 256 in centralised training'),
+    ('optimiser of the frozen baselines', 'SGD with momentum 0.9, learning rate 0.03, weight decay 0.05',
+    'the same with weight decay 0.0001', 'as the code'),
+    ('optimiser of editing', 'AdamW, learning rate 0.00005, weight decay 0.05',
+    'the same with weight decay 0.025 in federated runs', 'as the code'),
+    ('schedule', 'cosine annealing after a warm-up',
+    'a cosine with T_max = 8 (4 in TaLoSProx and pTaLoS) that is stepped at every *batch*, evidently meant '
+    'for epochs or rounds: the rate swings up and down; TaLoS has a scheduler that is never stepped; no '
+    'warm-up in federated runs',
      'intended: one cosine over a client\'s local epochs; released: swing and constant'),
-    ('centralised training', '15 epochs, cosine after a warm-up', 'five epochs of warm-up, then a cosine over ten; in the saved notebook of Table 5 no warm-up, but a cosine over ten epochs that begins anew with twice the period, so that training ends near the full rate; labels smoothed by 0.1, in the reported loss too',
-     'as the code, a third of the epochs is warm-up; Table 5, released: the restart after two thirds of the epochs'),
-    ('non-IID split', 'N_c "distinct classes (sampled with replacement)"', 'shards of about n/100 samples a class, drawn with replacement: shared between clients, one drawn twice counts twice, and N_c also multiplies a client\'s data',
+    ('centralised training', '15 epochs, cosine after a warm-up',
+    'five epochs of warm-up, then a cosine over ten; in the saved notebook of Table 5 no warm-up, but a '
+    'cosine over ten epochs that begins anew with twice the period, so that training ends near the full '
+    'rate; labels smoothed by 0.1, in the reported loss too',
+     'as the code, a third of the epochs is warm-up; Table 5, released: the restart after two thirds of the '
+     'epochs'),
+    ('non-IID split', 'N_c "distinct classes (sampled with replacement)"',
+    'shards of about n/100 samples a class, drawn with replacement: shared between clients, one drawn twice '
+    'counts twice, and N_c also multiplies a client\'s data',
      'intended: N_c distinct classes, disjoint, the same amount of data for every N_c; released: the shards'),
-    ('augmentation', 'AutoAugment with the CIFAR-10 policy', 'switched off by accident: one data set object serves training and validation', 'none; so cached features are exact'),
+    ('augmentation', 'AutoAugment with the CIFAR-10 policy',
+    'switched off by accident: one data set object serves training and validation',
+    'none; so cached features are exact'),
     ('validation', '10 % of the training data', 'one part of 5,000 images for all', 'as the code'),
-    ('reported', 'validation loss and accuracy', 'the official test set and the last global model', 'as the code'),
+    ('reported', 'validation loss and accuracy', 'the official test set and the last global model',
+    'as the code'),
     ('seeds', 'silent', '42 in the driver, workers unseeded', 'several, every stream keyed'),
     ('FedProx', 'μ‖w−wᵗ‖², μ silent', 'μ/2·‖w−wᵗ‖², μ = 0.1', 'as the code'),
-    ('Yogi', 'silent', 'η = 0.01 in Table 8, 0.5 in Tables 9 and 10, τ = 0.1; a client rate η_l that nothing reads', 'Table 8 as the code; Tables 9 and 10: released: Yogi, intended: the average of Algorithm 1'),
-    ('sensitivity', 'Fisher information', 'squared gradient of a batch\'s mean loss, true labels, 3 batches in federated runs', 'intended: per-sample Fisher information with labels drawn from the model, 4 batches; released: the code\'s'),
-    ('calibration rounds', '4, "multi-round calibration"', 'each round overwrites the one before: the last one alone counts', 'intended: a share κ^(r/4) after round r, as TaLoS; released: overwritten'),
-    ('where the mask is calibrated', 'silent', 'TaLoS: at the pretrained weights with a fresh head, the same mask in every round; pTaLoS: at the received model', 'intended: at the received model'),
-    ('masked update', 'printed without a mask', 'the gradient is masked, weight decay is not: "frozen" weights move', 'printed: no mask; released: the leak; intended: masked weights keep every bit'),
+    ('Yogi', 'silent',
+    'η = 0.01 in Table 8, 0.5 in Tables 9 and 10, τ = 0.1; a client rate η_l that nothing reads',
+    'Table 8 as the code; Tables 9 and 10: released: Yogi, intended: the average of Algorithm 1'),
+    ('sensitivity', 'Fisher information',
+    'squared gradient of a batch\'s mean loss, true labels, 3 batches in federated runs',
+    'intended: per-sample Fisher information with labels drawn from the model, 4 batches; released: the '
+    'code\'s'),
+    ('calibration rounds', '4, "multi-round calibration"',
+    'each round overwrites the one before: the last one alone counts',
+    'intended: a share κ^(r/4) after round r, as TaLoS; released: overwritten'),
+    ('where the mask is calibrated', 'silent',
+    'TaLoS: at the pretrained weights with a fresh head, the same mask in every round; pTaLoS: at the '
+    'received model', 'intended: at the received model'),
+    ('masked update', 'printed without a mask',
+    'the gradient is masked, weight decay is not: "frozen" weights move',
+    'printed: no mask; released: the leak; intended: masked weights keep every bit'),
     ('proximal term of pTaLoS', '"same objective as FedProx with TaLoS"', 'always there', 'as the code'),
-    ('layer selection', 'the k layers with the lowest average loss', 'the same quantity for every block, on other batches: a random choice', 'intended: the loss after one masked step of the block alone; also: without the block; losses within 0.00001 nats are level, and the first block is taken (released: one by chance)'),
-    ('what a layer client trains', 'the k layers', 'the k blocks masked, head and final norm whole', 'printed: the blocks; else as the code'),
+    ('layer selection', 'the k layers with the lowest average loss',
+    'the same quantity for every block, on other batches: a random choice',
+    'intended: the loss after one masked step of the block alone; also: without the block; losses within '
+    '0.00001 nats are level, and the first block is taken (released: one by chance)'),
+    ('what a layer client trains', 'the k layers', 'the k blocks masked, head and final norm whole',
+    'printed: the blocks; else as the code'),
     ('threshold', 'T(t) = 1 − t/T_max', '1 − (t−1)/(T_max−1)', 'intended: as printed; released: the code\'s'),
 ]
 
@@ -63,9 +94,11 @@ def frozen_baseline(
     **settings, # `data`, `model`, `input` of a `Setting`
 ) -> Setting: # One cell of Tables 6 and 7
     "FedAvg on a frozen backbone as in Tables 6 and 7 of paper 000"
-    scheme = dict(name='shards_with_replacement' if variant=='released' else 'classes_per_client', classes=classes) if classes else dict(name='iid')
+    scheme = dict(name='shards_with_replacement' if variant=='released' else 'classes_per_client',
+        classes=classes) if classes else dict(name='iid')
     sgd = dict(name='sgd', lr=.03, momentum=.9, weight_decay=1e-4)
-    return Setting(frozen=True, partition=dict(scheme, n_clients=100), protocol=dict(rounds=rounds, per_round=10), **settings,
+    return Setting(frozen=True, partition=dict(scheme, n_clients=100),
+        protocol=dict(rounds=rounds, per_round=10), **settings,
         local=dict(epochs=epochs, batch_size=32, optimiser=sgd, schedule=schedule(variant, epochs)))
 
 # %% ../../nbs/02_methods/20_chapter_ptalos.ipynb #89c81ff9
@@ -80,8 +113,10 @@ def centralised(
     **settings, # `data`, `model`, `input`, `frozen`, `validation` of a `Setting`
 ) -> Setting: # One client that holds all data
     "Centralised training as in Tables 4 and 5 of paper 000"
-    how = dict(epochs=epochs, batch_size=batch_size, label_smoothing=.1, optimiser=optimiser, schedule=schedule, precision=precision)
-    return Setting(partition=dict(name='iid', n_clients=1), protocol=dict(rounds=rounds, per_round=1), method=method, local=how, **settings)
+    how = dict(epochs=epochs, batch_size=batch_size, label_smoothing=.1, optimiser=optimiser,
+        schedule=schedule, precision=precision)
+    return Setting(partition=dict(name='iid', n_clients=1), protocol=dict(rounds=rounds, per_round=1),
+        method=method, local=how, **settings)
 
 # %% ../../nbs/02_methods/20_chapter_ptalos.ipynb #c4d01493
 def warm_cosine(
@@ -90,7 +125,8 @@ def warm_cosine(
     "The schedule of centralised training, by the epoch"
     warm = epochs//3
     down = dict(name='cosine', period=epochs-warm)
-    return dict(name='warmup', per='epoch', ticks=warm, start=.02, then=down) if warm else dict(down, per='epoch')
+    return dict(name='warmup', per='epoch', ticks=warm, start=.02,
+        then=down) if warm else dict(down, per='epoch')
 
 # %% ../../nbs/02_methods/20_chapter_ptalos.ipynb #7d73aeb7
 def restarted(
@@ -100,7 +136,8 @@ def restarted(
     return dict(name='restarts', per='epoch', period=max(1, 2*epochs//3), growth=2)
 
 # %% ../../nbs/02_methods/20_chapter_ptalos.ipynb #5efdd6f0
-SENSITIVITY = dict(intended=dict(kind='fisher', schedule='exponential'), released=dict(kind='gradient', schedule='overwrite'), printed={})
+SENSITIVITY = dict(intended=dict(kind='fisher', schedule='exponential'),
+    released=dict(kind='gradient', schedule='overwrite'), printed={})
 
 def central_editing(
     variant:str, # 'intended', 'released' or 'printed'
@@ -113,12 +150,16 @@ def central_editing(
 ) -> Setting: # One cell of Table 5
     "TaLoS on all data as in Table 5 of paper 000"
     optimiser = dict(name='sgd', momentum=.9) if mode=='head' else dict(name='adamw')
-    edit = dict(name='talos', mode=mode, sparsity=sparsity, keep=keep, variant=variant, **SENSITIVITY[variant])
+    edit = dict(name='talos', mode=mode, sparsity=sparsity, keep=keep, variant=variant,
+        **SENSITIVITY[variant])
     rate = (restarted if variant=='released' else warm_cosine)(epochs)
-    return centralised(epochs, dict(optimiser, lr=lr, weight_decay=.05), rate, method=edit, frozen=mode=='head', **settings)
+    return centralised(epochs, dict(optimiser, lr=lr, weight_decay=.05), rate, method=edit,
+        frozen=mode=='head', **settings)
 
 # %% ../../nbs/02_methods/20_chapter_ptalos.ipynb #fcd070d0
-CASES = {'FedProx with FedAvg': dict(name='fedprox', mu=.1), 'Yogi with standard clients': dict(name='fedyogi', eta=.01), 'FedProx with Yogi': dict(name='fedyogi+fedprox', eta=.01, mu=.1)}
+CASES = {'FedProx with FedAvg': dict(name='fedprox', mu=.1),
+    'Yogi with standard clients': dict(name='fedyogi', eta=.01),
+    'FedProx with Yogi': dict(name='fedyogi+fedprox', eta=.01, mu=.1)}
 
 def regularised(
     variant:str, # 'intended' or 'released'
@@ -145,8 +186,11 @@ def edit(
     batches:int=4, # Batches that a calibration round looks at; the released code has 3
 ) -> dict: # A method's name and settings
     "What a client edits in Tables 9 and 10 of paper 000"
-    m = dict(ALGORITHMS[algorithm], sparsity=.6, keep=keep, batches=min(batches, 3) if variant=='released' else batches, variant=variant, **SENSITIVITY[variant])
-    if m['name']=='ptalos': m.update(k=k, layer_batches=layer_batches, deterministic_round=deterministic or rounds, criterion='released' if variant=='released' else 'step')
+    m = dict(ALGORITHMS[algorithm], sparsity=.6, keep=keep,
+        batches=min(batches, 3) if variant=='released' else batches, variant=variant, **SENSITIVITY[variant])
+    if m['name']=='ptalos':
+        m.update(k=k, layer_batches=layer_batches, deterministic_round=deterministic or rounds,
+            criterion='released' if variant=='released' else 'step')
     return dict(m, name=f'fedyogi+{m["name"]}', eta=.5) if variant=='released' else m
 
 # %% ../../nbs/02_methods/20_chapter_ptalos.ipynb #e4f64fe0
@@ -171,8 +215,11 @@ def editing(
     **settings, # `data`, `model`, `input`, `validation` of a `Setting`
 ) -> Setting: # One cell of Tables 9 and 10
     "Federated editing as in Tables 9 and 10 of paper 000"
-    scheme = dict(name='shards_with_replacement' if variant=='released' else 'classes_per_client', classes=classes, n_clients=clients[0])
+    scheme = dict(name='shards_with_replacement' if variant=='released' else 'classes_per_client',
+        classes=classes, n_clients=clients[0])
     adamw = dict(name='adamw', lr=lr, weight_decay=.025)
-    return Setting(partition=scheme, protocol=dict(rounds=rounds, per_round=clients[1], evaluate_every=evaluate_every), **settings,
+    return Setting(partition=scheme,
+        protocol=dict(rounds=rounds, per_round=clients[1], evaluate_every=evaluate_every), **settings,
         method=edit(variant, algorithm, keep, rounds, deterministic, k, layer_batches, batches),
-        local=dict(epochs=epochs, batch_size=batch_size, optimiser=adamw, schedule=editing_rate(variant, algorithm, epochs)))
+        local=dict(epochs=epochs, batch_size=batch_size, optimiser=adamw,
+        schedule=editing_rate(variant, algorithm, epochs)))

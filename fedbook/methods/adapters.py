@@ -77,7 +77,7 @@ class Extended:
 # %% ../../nbs/02_methods/51_adapters.ipynb #0ff1190c
 @dataclass(frozen=True)
 class LoRA(Extended, FT):
-    "Train a low-rank addition to some layers, and the head (Hu et al. 2022; paper 002, appendix D.1)"
+    "Train a low-rank addition to some layers, and the head (Hu et al. 2022; LP-FT paper, appendix D.1)"
     rank: int = setting(8, 'rank r of the addition', low=1)
     alpha: float = setting(8., 'strength α; the addition is α/r·BA', above=0)
     targets: tuple = ('qkv',) # Names of linear layers in the body, or their ends
@@ -104,7 +104,7 @@ class Bottleneck(nn.Module):
 # %% ../../nbs/02_methods/51_adapters.ipynb #c5912293
 @dataclass(frozen=True)
 class Adapter(Extended, FT):
-    "Train bottlenecks behind some layers, and the head (Houlsby et al. 2019; paper 002, appendix D.1)"
+    "Train bottlenecks behind some layers, and the head (Houlsby et al. 2019; LP-FT paper, appendix D.1)"
     width: int = setting(64, 'width m of a bottleneck', low=1)
     targets: tuple = ('attn.proj','mlp.fc2') # Names of linear layers in the body, or their ends
     mark = 'adapter_'

@@ -44,7 +44,7 @@ def pack(
     v:Tensor, # [P]
     size:int, # Numbers in a pack, at least 1
 ) -> Tensor: # [⌈P/size⌉, size]
-    "Cut into packs, the last one filled with zeros (paper 003, section Top-k Based Cosine Parameter Packing)"
+    "Cut into packs, the last one filled with zeros (FedCSPACK paper, section Top-k Based Cosine Parameter Packing)"
     require(size >= 1, f'A pack holds at least one number, not {size}.')
     return (F.pad(v, (0, -len(v) % size)) if len(v) % size else v).view(-1, size)
 
@@ -60,7 +60,7 @@ def similarities(
     l:Tensor, # The local model's packs, [n, size]
     g:Tensor, # The global model's, [n, size]
 ) -> tuple[Tensor, Tensor]: # θ per pack [n], and θ_a of the whole
-    "Cosine similarities (paper 003, Eq. 3 and 4)"
+    "Cosine similarities (FedCSPACK paper, Eq. 3 and 4)"
     lg,ll,gg = torch.cat([torch.stack([torch.linalg.vecdot(a, b) for a,b in ((x, y), (x, x), (y, y))])
                           for x,y in in_chunks(l, g)], 1).double()
     def cosine(lg, ll, gg): return (lg/(ll*gg).sqrt().clamp_min(1e-300)).to(l.dtype)
@@ -72,7 +72,7 @@ def divergence(
     g:Tensor, # The global model's, [n, size]
     variant:str='intended', # 'printed': Eq. 7 on raw weights; else as released, on softmaxed packs
 ) -> Tensor: # β per pack, [n]; NaN where Eq. 7 does not exist
-    "The divergence of packs (paper 003, Eq. 7)"
+    "The divergence of packs (FedCSPACK paper, Eq. 7)"
     def printed(l, g): return (l*torch.log(l/g)).sum(1)
     def released(l, g): p,q = g.log_softmax(1),l.log_softmax(1); return (p.exp()*(p-q)).sum(1)
     return torch.cat([(printed if variant=='printed' else released)(x, y) for x,y in in_chunks(l, g)])
@@ -83,7 +83,7 @@ def select(
     theta_a:Tensor, # Of the whole model
     budget:int=None, # Packs at most; `None`: all below θ_a
 ) -> Tensor: # Their places, ascending
-    "The packs to send (paper 003, Eq. 5); of equal ones those that come first"
+    "The packs to send (FedCSPACK paper, Eq. 5); of equal ones those that come first"
     order = theta.argsort(stable=True)
     return order[theta[order] < theta_a][:budget].sort().values
 
@@ -92,7 +92,7 @@ def aggregate_packs(
     g:Tensor, # The global model's packs, [n, size]
     sent:list[tuple[Tensor, Tensor, Tensor]], # Per sender: places [m], changes [m, size], weights [m] ≥ 0
 ) -> tuple[Tensor, Tensor]: # New packs [n, size], and which of them somebody sent [n]
-    "The weighted mean of changes, pack by pack (paper 003, Eq. 9)"
+    "The weighted mean of changes, pack by pack (FedCSPACK paper, Eq. 9)"
     total,moved = torch.zeros(len(g), dtype=g.dtype, device=g.device),torch.zeros_like(g)
     for at,d,m in sent: total.index_add_(0, at, m); moved.index_add_(0, at, m[:,None]*d)
     valid = total > 0
@@ -125,7 +125,7 @@ def caught_up(
     seen:Tensor, # The last round whose outcome it saw
     size:int, # Numbers in a pack
 ) -> dict: # The client's model, with the server's packs where they moved since
-    "Take over what moved while one was away (paper 003, section Top-k Based Cosine Parameter Packing)"
+    "Take over what moved while one was away (FedCSPACK paper, section Top-k Based Cosine Parameter Packing)"
     g,l = (pack(flat(v, size), size) for v in (w, own))
     return unflat(torch.where((when > seen)[:,None], g, l).flatten(), w)
 
@@ -139,7 +139,7 @@ def scratch(which:str, n:int, dtype, device) -> Tensor: # [n], kept from client 
 # %% ../../nbs/02_methods/30_fedcspack.ipynb #358362c7
 @dataclass(frozen=True)
 class FedCSPACK(FedAvg):
-    "Send the packs that turned farthest, aggregate them by dual weights (paper 003, Algorithm 1)"
+    "Send the packs that turned farthest, aggregate them by dual weights (FedCSPACK paper, Algorithm 1)"
     ragged = 'at','packs','weight'
     size: int = setting(1024, 'numbers in a pack, PACK', paper='512–1024', released=1024, low=1)
     budget: int = setting(None, 'packs sent at most, K; none: all with θ_j < θ_a', released=None, low=1)
@@ -201,6 +201,6 @@ class FedCSPACK(FedAvg):
 # %% ../../nbs/02_methods/30_fedcspack.ipynb #84f5b714
 @dataclass(frozen=True)
 class FedCSPACKToAll(FedCSPACK):
-    "FedCSPACK whose server tells all clients in every round (paper 003, Algorithm 1, line 10)"
+    "FedCSPACK whose server tells all clients in every round (FedCSPACK paper, Algorithm 1, line 10)"
     def receive(self, c):
         return dict(own=self.personal(c), seen=c.message['now']) if 'own' in c.memory else c.memory

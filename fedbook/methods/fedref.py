@@ -19,7 +19,7 @@ def reference(
     p:int, # How many of them count
     t:int=None, # The number of the newest's round, from 1; `None`: all count alike
 ) -> dict: # R
-    "The mean of the last `p` aggregates (paper 004, Eq. 16), or with `t` as in the released code, by slot"
+    "The mean of the last `p` aggregates (FedRef paper, Eq. 16), or with `t` as in the released code, by slot"
     last = history[-p:]
     return weighted_mean(last, [1]*len(last) if t is None
                          else [(t-j)%p + 1 for j in reversed(range(len(last)))])
@@ -56,7 +56,7 @@ def server_step(
     variant:str='intended', # One of `VARIANTS`
     lam2:float=0., # λ₂ of the released code
 ) -> dict: # W, what the server sends next
-    "From an aggregate to the next model (paper 004, Algorithm 5, line 23)"
+    "From an aggregate to the next model (FedRef paper, Algorithm 5, line 23)"
     A = now['aggregate']
     if variant=='released': return tmap(lambda a,s: a - eta*s, A, released_bracket(now, before, lam, lam2))
     return towards(A, now['reference'] if variant=='intended' else before['aggregate'], eta*lam)
@@ -73,7 +73,7 @@ def lambda2(
 # %% ../../nbs/02_methods/70_fedref.ipynb #5a1b8115
 @dataclass(frozen=True)
 class FedRef(FedAvg):
-    "FedAvg whose server steps towards a mean of its last aggregates (paper 004, Algorithm 5)"
+    "FedAvg whose server steps towards a mean of its last aggregates (FedRef paper, Algorithm 5)"
     eta: float = setting(1., 'server rate η', released=1e-6, low=0)
     lam: float = setting(.1, 'strength λ, λ₁ of the released code', paper='1e-4 to 1e-3', released=1e-3,
                          low=0)

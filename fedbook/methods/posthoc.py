@@ -31,7 +31,7 @@ def flooded(
 # %% ../../nbs/02_methods/50_posthoc.ipynb #47f742d3
 @dataclass(frozen=True)
 class FT(LocalOnly):
-    "Fine-tune all weights of an own copy of the model (paper 002, section 3.2)"
+    "Fine-tune all weights of an own copy of the model (LP-FT paper, section 3.2)"
     flood: float = setting(None, 'level b of the flood, in the loss |L−b|+b; none: no flood', low=0)
     carry: bool = True # Does the optimiser's state live on from epoch to epoch?
     buffers = 'local'
@@ -49,7 +49,7 @@ class FT(LocalOnly):
 # %% ../../nbs/02_methods/50_posthoc.ipynb #3ee04cda
 @dataclass(frozen=True)
 class ProximalFT(FT):
-    "FT with the penalty μ/2·‖w−w⁰‖², where w⁰ is the model before the stage (paper 002, section 3.2)"
+    "FT with the penalty μ/2·‖w−w⁰‖², where w⁰ is the model before the stage (LP-FT paper, section 3.2)"
     mu: float = setting(.01, 'strength μ of the pull, gradient μ(w−w⁰)', paper=.01, low=0)
     def client(self, w): return dict(own=w, origin=w)
     def step(self, g, w, c):
@@ -88,7 +88,7 @@ def renewed(
 # %% ../../nbs/02_methods/50_posthoc.ipynb #c4332a07
 @dataclass(frozen=True)
 class SoupFT(FT):
-    "The mean of models that were fine-tuned apart (Wortsman et al. 2022; paper 002, section 3.2)"
+    "The mean of models that were fine-tuned apart (Wortsman et al. 2022; LP-FT paper, section 3.2)"
     members: int = setting(5, 'models in the soup', paper=5, low=1)
 
     def phases(self, epochs, round): return tuple(j for j in range(self.members) for _ in range(epochs))
@@ -128,7 +128,7 @@ def snip_mask(
 # %% ../../nbs/02_methods/50_posthoc.ipynb #eadd1afb
 @dataclass(frozen=True)
 class SparseFT(FT):
-    "FT of the weights with the highest |g·w| (Lee et al. 2019; paper 002, section 3.2)"
+    "FT of the weights with the highest |g·w| (Lee et al. 2019; LP-FT paper, section 3.2)"
     sparsity: float = setting(.9, 'share of the weights that do not train', released=.9, low=0, high=1)
 
     def start(self, c):
@@ -170,7 +170,7 @@ def volume(
 # %% ../../nbs/02_methods/50_posthoc.ipynb #aafa4e74
 @dataclass(frozen=True)
 class LSSFT(FT):
-    "Vertices of a simplex, all but the first trained as mixtures (Chen et al. 2024; paper 002, section 3.2)"
+    "Vertices of a simplex, all but the first trained as mixtures (Chen et al. 2024; LP-FT paper, section 3.2)"
     vertices: int = setting(3, 'models', paper=3, released=3, low=1)
     first: int = setting(13, 'epochs of the first model', released=8, low=1)
     further: int = setting(1, 'epochs of each other model but the last, '
@@ -232,6 +232,6 @@ class LPOnly(FT):
 # %% ../../nbs/02_methods/50_posthoc.ipynb #fb8f78a4
 @dataclass(frozen=True)
 class LPFT(LPOnly):
-    "Train the head alone first, then all weights (Kumar et al. 2022; paper 002, section 3.2)"
+    "Train the head alone first, then all weights (Kumar et al. 2022; LP-FT paper, section 3.2)"
     probing: int = setting(5, 'epochs of the head alone', low=0)
     def phases(self, epochs, round): return (('head' if round < self.probing else None),)*epochs

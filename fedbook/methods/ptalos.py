@@ -26,7 +26,7 @@ def threshold(
     reverse:bool=False, # From layers to the whole model, instead of from the whole model to layers?
     variant:str='intended', # 'released' starts at exactly 1 or 0
 ) -> float: # In [0, 1]
-    "The probability that a client edits the whole model (paper 000, section 3)"
+    "The probability that a client edits the whole model (pTaLoS paper, section 3)"
     progress = (t-1)/max(t_max-1, 1) if variant=='released' else t/t_max
     progress = min(progress, 1.)
     return progress if reverse else 1-progress
@@ -96,7 +96,7 @@ def lowest_losses(
 # %% ../../nbs/02_methods/11_ptalos.ipynb #4fe9826a
 @dataclass(frozen=True)
 class PTaLoS(TaLoSProx):
-    "TaLoSProx whose clients turn by a schedule to editing their best k blocks only (paper 000, Algorithm 1)"
+    "TaLoSProx whose clients turn by a schedule to editing their best k blocks only (pTaLoS paper, Algorithm 1)"
     k: int = setting(3, 'blocks that a client edits', paper=3, released=3, low=1)
     layer_batches: int = setting(4, 'batches that a block is judged by', released=4, low=1)
     criterion: str = 'step' # Of the choice: 'step', 'skip', or 'released', which is chance

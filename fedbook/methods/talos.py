@@ -27,7 +27,7 @@ def sensitivity(
     kind:str='fisher', # 'fisher', 'logit' or 'gradient'
 ) -> dict: # Name to scores ≥ 0, of the shapes of `w`
     """How much the model's output depends on each weight (Iurada et al. 2025;
-    paper 000's code for `gradient`); raises `Refused` without batches"""
+    the pTaLoS paper's code for `gradient`); raises `Refused` without batches"""
     choose(kind, ('fisher','logit','gradient'), 'kind of sensitivity')
     require(len(batches) > 0, 'Sensitivities need at least one batch of samples to look at.')
     if kind=='gradient': parts = [squared(net, w, buffers, b) for b in batches]
@@ -167,7 +167,7 @@ def sparse_flaw(message:dict, base:dict) -> str: # Empty where there is none
 # %% ../../nbs/02_methods/10_talos.ipynb #fa5d5a56
 @dataclass(frozen=True)
 class TaLoS(FedAvg):
-    "FedAvg that trains the least or most sensitive weights only (paper 000, section 3; Iurada et al. 2025)"
+    "FedAvg that trains the least or most sensitive weights only (pTaLoS paper, section 3; Iurada et al. 2025)"
     ragged = 'values','mask'
     sparsity: float = setting(.6, 'share of the weights that do not train', paper=.6, released=.6)
     keep: str = 'most' # The 'least' or the 'most' sensitive weights train
@@ -220,4 +220,4 @@ class TaLoS(FedAvg):
 # %% ../../nbs/02_methods/10_talos.ipynb #4f949b07
 @dataclass(frozen=True)
 class TaLoSProx(TaLoS, FedProx):
-    "TaLoS with the proximal term μ/2·‖w−wᵗ‖² (paper 000, section 4.1)"
+    "TaLoS with the proximal term μ/2·‖w−wᵗ‖² (pTaLoS paper, section 4.1)"
