@@ -57,16 +57,17 @@ def unet(
 
 MODELS['unet'] = unet
 
-# %% ../nbs/01_foundations/18_segmentation.ipynb #cccb2023
+# %% ../nbs/01_foundations/18_segmentation.ipynb #3052611e
 def monai(): # The module `monai`
     "`import monai`; raises `Refused` where it is missing"
     try: import monai
     except ImportError as e:
-        raise Refused("The model monai_unet needs MONAI, which is not installed: "
-                      "pip install 'fedbook[monai]', or take the model unet.") from e
+        raise Refused(
+            "The model monai_unet needs MONAI, which is not installed: pip install 'fedbook[monai]', or take "
+            "the model unet.") from e
     return monai
 
-# %% ../nbs/01_foundations/18_segmentation.ipynb #17b29e3b
+# %% ../nbs/01_foundations/18_segmentation.ipynb #e9a95625
 def monai_unet(
     n_classes:int=2, # With the background
     in_channels:int=1, # 1 for grey, 3 for colour
@@ -75,11 +76,12 @@ def monai_unet(
 ) -> Classifier: # Fresh
     "MONAI's U-Net in two dimensions"
     require(image_size%16==0,
-            f'The U-Net of MONAI halves images four times, and {image_size} pixels are no multiple of 16.')
+        f'The U-Net of MONAI halves images four times, and {image_size} pixels are no multiple of 16.')
     monai()
     from monai.networks.nets import BasicUNet
     return Classifier.of(BasicUNet(2, in_channels, n_classes, tuple(features)), 'final_conv')
 
+# %% ../nbs/01_foundations/18_segmentation.ipynb #cccb2023
 MODELS['monai_unet'] = monai_unet
 
 # %% ../nbs/01_foundations/18_segmentation.ipynb #15c4883e

@@ -45,20 +45,23 @@ def imported(
         found += [[f'{base}.{a.name}', base] for a in node.names]
     return found
 
-# %% ../nbs/01_foundations/07_sources.ipynb #80dcb4c8
+# %% ../nbs/01_foundations/07_sources.ipynb #81b5061d
 def located(
     module:str, # A full name
 ) -> str: # A path, '' where there is no such module
     "The source file of a module, loaded or not"
     return getattr(sys.modules.get(module), '__file__', None) or searched(module)
 
+# %% ../nbs/01_foundations/07_sources.ipynb #b1832d8e
 @lru_cache(maxsize=None)
 def searched(module:str) -> str:
     try: return getattr(find_spec(module), 'origin', None) or ''
     except (ImportError, AttributeError, ValueError): return ''
 
+# %% ../nbs/01_foundations/07_sources.ipynb #3bef44b5
 READ = {} # A module's name to what `read` found, and the mark of its loading
 
+# %% ../nbs/01_foundations/07_sources.ipynb #80dcb4c8
 def read(
     module:str, # A full name
 ) -> tuple: # A hash of its source, and what it imports
@@ -109,11 +112,12 @@ def text(
     try: return bare(dedent(lines))
     except SyntaxError: return lines.strip() # a lambda in the middle of a statement
 
-# %% ../nbs/01_foundations/07_sources.ipynb #5be77e1c
+# %% ../nbs/01_foundations/07_sources.ipynb #01da64ea
 # By `dataclass`
 MADE = {'__init__','__repr__','__eq__','__hash__','__setattr__','__delattr__','__lt__','__le__',
     '__gt__','__ge__'}
 
+# %% ../nbs/01_foundations/07_sources.ipynb #5be77e1c
 def parts(
     c:type, # A class
 ) -> dict: # Name to function or value

@@ -350,8 +350,7 @@ def gradient_flow(
     sigma=np.asarray, # x ↦ Σx; isotropic data by default
 ) -> tuple: # V [steps+1, k] and B [steps+1, k, d]
     "The path of full fine-tuning on one client"
-    require(time > 0 and steps >= 1,
-        f'The flow needs a positive time and at least one step, not {time} and {steps}.')
+    require(time > 0 and steps >= 1, f'The flow needs a positive time and a step, not {time} and {steps}.')
     def slope(V, B): rho = sigma(B.T@V - w); return -B@rho, -np.outer(V, rho)
     def moved(V, B, h, by): return V + h*by[0], B + h*by[1]
     h,path = time/steps,[(np.asarray(V, float), np.asarray(B, float))]

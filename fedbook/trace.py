@@ -79,6 +79,7 @@ def trace(
     # one tensor given twice is two inputs
     return make_fx(f, picked, 'fake', _allow_non_fake_inputs=True)(*(t.detach() for t in flat))
 
+# %% ../nbs/01_foundations/36_trace.ipynb #53851fe3
 @lru_cache
 def ready_to_trace():
     "Import what the first trace would import: hundreds of modules, in seconds"

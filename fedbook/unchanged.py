@@ -11,6 +11,8 @@ from dataclasses import replace
 import hashlib, inspect, json, os, subprocess, sys, tempfile
 from pathlib import Path
 from tqdm.auto import tqdm
+
+# %% ../nbs/01_foundations/52_unchanged.ipynb #c1dac008
 import fedbook.experiments as experiments
 from .errors import require
 from .experiments import code_fingerprint, federation, Setting, stage_after, stages_of
@@ -46,6 +48,7 @@ def cut(d): # A `FederatedData`, of whatever code
 def digest(arrays) -> str:
     return hashlib.sha256(b''.join(str(a.shape).encode()+a.tobytes() for a in arrays)).hexdigest()
 
+# %% ../nbs/01_foundations/52_unchanged.ipynb #52ede142
 def said(setting:dict) -> list: # Digests of the partition and of the last state, and rows
     "What the code that runs this makes of a setting"
     s,rows = Setting(**setting),[]
@@ -64,6 +67,7 @@ def in_turn(record:dict) -> str: # E.g. 'fedavg then ft'
     return ' then '.join([record['method'],
         *(a['method']['name'] for a in record.get('setting', {}).get('after') or [])])
 
+# %% ../nbs/01_foundations/52_unchanged.ipynb #1b1505e8
 def code_of(name:str) -> str: # 16 hexadecimal digits
     "The fingerprint of the code of methods in turn"
     first,*later = name.split(' then ')
