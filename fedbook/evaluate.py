@@ -117,7 +117,7 @@ def cross_client_metrics(
     # local, global, c_std, worst, average as printed; global_text, c_std_text, worst_text, average_text as
     # defined
 ) -> dict[str, float]:
-    """The five scores of paper 002, section 3.3, as its tables have them and as its text defines them, over
+    """The five scores of the LP-FT paper, section 3.3, as its tables have them and as its text defines them, over
     the clients that have samples; raises `Refused` unless `accuracy` is square and two have some"""
     A = torch.as_tensor(accuracy, dtype=torch.float64)
     require(A.dim()==2 and len(A)==A.shape[-1] and len(A) > 1,
@@ -192,7 +192,7 @@ def feature_distortion(
     x:Tensor, # Samples ready for the network, [n, …]
     buffers:dict={}, # Those that are not among the weights
 ) -> float: # ≥ 0
-    "The mean distance of features under two models (paper 002, Figure 3a)"
+    "The mean distance of features under two models (LP-FT paper, Figure 3a)"
     def features(w, x): return net.features({**buffers, **w}, {}, channels_last(x))
     return torch.cat([(features(w_global, b)-features(w_local, b)).norm(dim=1)
         for b in x.split(250)]).mean().item()

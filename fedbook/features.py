@@ -22,21 +22,21 @@ def extract(
     x:Tensor, # Images, uint8 [n, c, h, w]
     module:nn.Module, # The body, images to features [b, d]; it is copied, and never changed
     prepare:Callable, # A batch of images to what `module` expects, without randomness
-    # Images at once, `None`: 32 on a CPU, 512 on a GPU; changes the features by rounding only
-    batch_size:int=None,
+    batch_size:int=None, # Images at once; `None`: 32 on a CPU, 512 on a GPU; only rounding depends on it
     device:str='cpu', # Where to compute
 ) -> Tensor: # float32 [n, d] on the CPU
     "The features of all images, in evaluation mode, without gradients"
     from tqdm.auto import tqdm
     require(x.dtype == torch.uint8 and len(x) > 0,
-        f'Features are computed from uint8 images, at least one, not from {len(x)} of {x.dtype}.')
+            f'Features are computed from uint8 images, at least one, not from {len(x)} of {x.dtype}.')
     if batch_size is None: batch_size = 32 if device=='cpu' else 512
     require(batch_size > 0, f'batch_size must be at least 1, not {batch_size}.')
-    body,batches = deepcopy(module).to(device, memory_format=torch.channels_last).eval(),x.split(batch_size)
+    body,batches = (deepcopy(module).to(device, memory_format=torch.channels_last).eval(),
+                    x.split(batch_size))
     bar = tqdm(batches, desc='features', unit='batch') if len(batches) > 1 else batches
     with torch.inference_mode():
         z = torch.cat([body(prepare(b.to(device)).contiguous(memory_format=torch.channels_last)).float().cpu()
-            for b in bar])
+                       for b in bar])
     return z.clone() # a tensor made in inference mode could not be trained on
 
 # %% ../nbs/01_foundations/20_features.ipynb #39b94159
@@ -51,7 +51,7 @@ def feature_file(
     "Where the features of `x` belong; another image, weight or setting gives another name"
     try:
         parts = fingerprint(FORMAT, key, list(x.shape), x.cpu().contiguous().numpy().tobytes(),
-            weights_fingerprint(module), type(module).__name__)
+                            weights_fingerprint(module), type(module).__name__)
     except TypeError as e:
         raise Refused(f'The key of cached features must hold JSON values only, but {e}.') from e
     return data_dir()/'features'/f'{parts}.safetensors'
@@ -61,9 +61,7 @@ def cached_features(
     x:Tensor, # Images, uint8 [n, c, h, w]
     module:nn.Module, # The body, images to features [b, d]
     prepare:Callable, # A batch of images to what `module` expects, without randomness
-    # What `prepare` and `module` depend on besides images and weights, as JSON, e.g.
-    # `dict(prepare='imagenet', model='vit')`
-    key:dict,
+    key:dict, # JSON; what `prepare` and `module` depend on besides images and weights: `dict(model='vit')`
     batch_size:int=None, # Images at once, as in `extract`
     device:str='cpu', # Where to compute
 ) -> Tensor: # float32 [n, d] on the CPU
@@ -75,8 +73,8 @@ def cached_features(
         with locked(path, timeout=3600):
             if not path.exists():
                 z = extract(x, module, prepare, batch_size, device)
-                tensors.save(dict(features=z), path, key=json.dumps(key), images=str(len(x)),
-                    dims=str(z.shape[1]))
+                tensors.save(dict(features=z), path,
+                             key=json.dumps(key), images=str(len(x)), dims=str(z.shape[1]))
     return read_features(path, len(x))
 
 # %% ../nbs/01_foundations/20_features.ipynb #f4ee83d4
@@ -99,7 +97,7 @@ def head_net(
 ) -> Net: # Features in, logits out
     "The head of `classifier` as a `Net` of its own, for training on cached features"
     return Net(Classifier(nn.Identity(), classifier.head, f'head of {classifier.name}', classifier.origin),
-        device=device)
+               device=device)
 
 # %% ../nbs/01_foundations/20_features.ipynb #8d01f8d3
 def head_of(

@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['LISTS', 'WRONG', 'FEMNIST', 'CINIC', 'NIFTI', 'FETS', 'LYME', 'pictures', 'folder_with', 'listed', 'class_names',
            'lists_in', 'from_lists', 'of_lines', 'characters', 'written', 'from_leaf', 'of_writers', 'from_cinic10',
-           'volume', 'planes', 'from_fets', 'from_lyme', 'lyme_lines', 'skin_tones', 'tone_of', 'skins', 'npy',
-           'photographed', 'from_cifar_c', 'corrupted', 'table', 'from_celeba', 'from_chexpert', 'of_rows']
+           'volume', 'planes', 'from_fets', 'from_lyme', 'lyme_lines', 'skin_tones', 'tone_of', 'skins', 'photographed',
+           'from_cifar_c', 'npy', 'corrupted', 'table', 'from_celeba', 'from_chexpert', 'of_rows']
 
 # %% ../nbs/01_foundations/17_published.ipynb #666aff34
 from collections.abc import Iterable
@@ -41,7 +41,7 @@ def folder_with(
     folder = Path(folder).expanduser()
     for n in names:
         require((folder/n).exists(),
-            f'{folder} is not {what}: it holds no {n}; give the folder with {", ".join(names)}.')
+                f'{folder} is not {what}: it holds no {n}; give the folder with {", ".join(names)}.')
     return folder
 
 # %% ../nbs/01_foundations/17_published.ipynb #8f05de87
@@ -49,6 +49,7 @@ def folder_with(
 LISTS = dict(pacs=('_train_kfold.txt','_crossval_kfold.txt',1), domainnet=('_train.txt','_test.txt',0))
 WRONG = 'sketch/dog/n02103406_4068-1.png' # In the lists of PACS, but not among its pictures
 
+# %% ../nbs/01_foundations/17_published.ipynb #75360024
 def listed(
     path:Path, # A list
     first:int, # Number of the first class
@@ -57,8 +58,8 @@ def listed(
     with reading(path): lines = [l.rsplit(maxsplit=1) for l in path.read_text().splitlines() if l.strip()]
     for l in lines:
         require(len(l)==2 and l[1].isdigit() and int(l[1]) >= first and inside(l[0]) and l[0].count('/')==2,
-                            f'{path} has the line {" ".join(l)!r}; each must be style/class/picture and a '
-                            f'class number from {first}.')
+                f'{path} has the line {" ".join(l)!r}; '
+                f'each must be style/class/picture and a class number from {first}.')
     return [(name,int(c)-first) for name,c in lines if name != WRONG]
 
 # %% ../nbs/01_foundations/17_published.ipynb #dcfc23cd
@@ -68,10 +69,10 @@ def class_names(
     "The folders' names in the order of the numbers; raises `Refused` where a number has two names"
     names = dict(sorted({(c,name.split('/')[1]) for name,c in lines}))
     require(len(names)==len({(c,name.split('/')[1]) for name,c in lines}),
-        'The lists give one class number to two folders.')
+            'The lists give one class number to two folders.')
     return [names.get(c, str(c)) for c in range(max(names)+1)]
 
-# %% ../nbs/01_foundations/17_published.ipynb #87935ecf
+# %% ../nbs/01_foundations/17_published.ipynb #4a30cd19
 def lists_in(folder:Path, layout:str) -> Path: # `folder` or its folder `splits`
     "Where the lists of a layout are"
     end = LISTS[layout][0]
@@ -115,18 +116,14 @@ def of_lines(
     x = {f'{s}_x': pictures((root/l[1] for l in ls), size) for s,ls in part.items()}
     y = {f'{s}_y': np.array([kept.index(l[2]) for l in ls]) for s,ls in part.items()}
     domain = tuple(np.array([domains.index(l[0]) for l in part[s]]) for s in ('train','test'))
-    return Dataset(**about, **x, **y, source=root.name, groups=dict(domain=domain),
-        group_names=dict(domain=domains))
+    return Dataset(**about, **x, **y, source=root.name,
+                   groups=dict(domain=domain), group_names=dict(domain=domains))
 
-# %% ../nbs/01_foundations/17_published.ipynb #5724651a
+# %% ../nbs/01_foundations/17_published.ipynb #e55ca0e9
 FEMNIST = [*'0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz']
 
-# %% ../nbs/01_foundations/17_published.ipynb #499bc752
-def characters(
-    path:Path, # A JSON file of LEAF
-    user:str, # The writer
-    wrote:dict, # What it holds of this writer: `x` and `y`
-) -> Iterable: # Pairs of an image, uint8 [28, 28], and its class
+# %% ../nbs/01_foundations/17_published.ipynb #79cef75d
+def characters(path:Path, user:str, wrote:dict) -> Iterable: # Pairs of an image, uint8 [28, 28], and its class
     "What one writer wrote; raises `Refused` where it is something else"
     with reading(path): x,y = np.array(wrote.get('x', [])),wrote.get('y', [])
     require(x.ndim==2 and x.shape==(len(y),784) and x.dtype.kind in 'if' and ((x >= 0)&(x <= 1)).all(),
@@ -135,7 +132,7 @@ def characters(
         f'{path}: the classes of {user} must lie in 0 … 61.')
     return zip(np.round(x*255).astype(np.uint8).reshape(-1, 28, 28), y)
 
-# %% ../nbs/01_foundations/17_published.ipynb #e55ca0e9
+# %% ../nbs/01_foundations/17_published.ipynb #2c2cf514
 def written(
     path:Path, # A JSON file of LEAF
 ): # Yields writer, image uint8 [28, 28] and class
@@ -163,8 +160,8 @@ def from_leaf(
                 known,key = len(seen),(user,c,image.tobytes())
                 seen.add(key)
                 if len(seen) > known: rows.append((part,user,image,c))
-    require(rows,
-        f'{folder} holds no JSON files of LEAF; give the folder data/all_data, or data with train and test.')
+    require(rows, f'{folder} holds no JSON files of LEAF; '
+                  'give the folder data/all_data, or data with train and test.')
     return of_writers(rows, name, folder.name, split, seed)
 
 # %% ../nbs/01_foundations/17_published.ipynb #0ce8840a
@@ -184,6 +181,7 @@ def of_writers(rows:list, name:str, source:str, split:bool, seed:int) -> Dataset
 # %% ../nbs/01_foundations/17_published.ipynb #917a94b7
 CINIC = 'airplane automobile bird cat deer dog frog horse ship truck'.split()
 
+# %% ../nbs/01_foundations/17_published.ipynb #f0491cfd
 def from_cinic10(
     folder:Path|str, # With train, valid and test
     parts:tuple=('train','valid'), # Which of its parts are trained on
@@ -198,13 +196,13 @@ def from_cinic10(
     four = [a for fs in (train,test) for a in (pictures((f for f,_ in fs), 32), np.array([c for _,c in fs]))]
     origin = tuple(np.array([int(not f.name.startswith('cifar')) for f,_ in fs]) for fs in (train,test))
     return Dataset(name, *four, classes=CINIC, source=folder.name, groups=dict(origin=origin),
-        group_names=dict(origin=['CIFAR-10','ImageNet']))
+                   group_names=dict(origin=['CIFAR-10','ImageNet']))
 
-# %% ../nbs/01_foundations/17_published.ipynb #b5a8adf8
+# %% ../nbs/01_foundations/17_published.ipynb #eacdd9eb
 # Codes of number formats
 NIFTI = {2: 'u1', 4: 'i2', 8: 'i4', 16: 'f4', 64: 'f8', 256: 'i1', 512: 'u2', 768: 'u4'}
 
-# %% ../nbs/01_foundations/17_published.ipynb #eacdd9eb
+# %% ../nbs/01_foundations/17_published.ipynb #8a4c0716
 def volume(
     path:Path, # A .nii.gz file
 ) -> np.ndarray: # [x, y, z]
@@ -216,14 +214,14 @@ def volume(
     shape,kind = field(40, 'i2', 8)[1:4].astype(int),NIFTI.get(int(field(70, 'i2')[0]))
     start,slope,inter = int(field(108, 'f4')[0]),*field(112, 'f4', 2)
     require(kind and (shape > 0).all() and len(raw) >= start+shape.prod()*np.dtype(kind).itemsize,
-        f'{path} is damaged: its header does not fit what follows.')
+            f'{path} is damaged: its header does not fit what follows.')
     v = field(start, kind, shape.prod()).reshape(shape, order='F')
     return v*slope+inter if slope not in (0, 1) or inter else v
 
-# %% ../nbs/01_foundations/17_published.ipynb #1951b177
+# %% ../nbs/01_foundations/17_published.ipynb #9e195065
 FETS = ['background','necrotic core','oedema','enhancing']
 
-# %% ../nbs/01_foundations/17_published.ipynb #9e195065
+# %% ../nbs/01_foundations/17_published.ipynb #47957afa
 def planes(
     image:np.ndarray, # A volume
     mask:np.ndarray, # Of the same shape
@@ -231,16 +229,15 @@ def planes(
     where:Path, # Whose they are, for the sentence
 ) -> tuple[np.ndarray, np.ndarray]: # uint8 [n, x, y] each
     "Some slices of a patient; raises `Refused` where image and mask do not fit"
-    require(image.shape==mask.shape,
-        f'{where} has an image of shape {list(image.shape)} and a mask of shape {list(mask.shape)}; they '
-        f'must be alike.')
+    require(image.shape==mask.shape, f'{where} has an image of shape {list(image.shape)} '
+                                     f'and a mask of shape {list(mask.shape)}; they must be alike.')
     require(np.isfinite(image).all() and (image > 0).any() and np.isin(mask, (0, 1, 2, 4)).all(),
-        f'{where} must hold an image of finite numbers that is not empty, and a mask of 0, 1, 2 and 4.')
+            f'{where} must hold an image of finite numbers that is not empty, and a mask of 0, 1, 2 and 4.')
     seen = np.flatnonzero(image.any((0, 1)))
     z = np.linspace(seen[0], seen[-1], n+2).round().astype(int)[1:-1]
     white = np.quantile(image[image > 0], .998)
-    return (255*(image[:,:,z]/white).clip(0, 1)).round().astype(np.uint8).transpose(2, 0, 1),np.where(mask==4,
-        3, mask)[:,:,z].astype(np.uint8).transpose(2, 0, 1)
+    return ((255*(image[:,:,z]/white).clip(0, 1)).round().astype(np.uint8).transpose(2, 0, 1),
+            np.where(mask==4, 3, mask)[:,:,z].astype(np.uint8).transpose(2, 0, 1))
 
 # %% ../nbs/01_foundations/17_published.ipynb #a0809ae6
 def from_fets(
@@ -253,11 +250,12 @@ def from_fets(
 ) -> Dataset: # With the groups `institution` and `patient`
     "Slices of FeTS2022 with their masks"
     folder = folder_with(folder, f'{partition}.csv', what='FeTS2022')
-    with reading(folder/f'{partition}.csv'), open(folder/f'{partition}.csv', newline='',
-        encoding='utf-8') as f: rows = list(csv.DictReader(f))
+    with (reading(folder/f'{partition}.csv'),
+          open(folder/f'{partition}.csv', newline='', encoding='utf-8') as f):
+        rows = list(csv.DictReader(f))
     require(rows and all(r.get(k) and inside(r[k]) for r in rows for k in ('Partition_ID','Subject_ID')),
-        f'{folder}/{partition}.csv must have the columns Partition_ID and Subject_ID, and a patient in each '
-        f'line.')
+            f'{folder}/{partition}.csv must have the columns Partition_ID and Subject_ID, '
+            'and a patient in each line.')
     def one(r):
         at = folder/r['Subject_ID']
         return planes(*(volume(at/f'{at.name}_{k}.nii.gz') for k in (image,'seg')), slices, at)
@@ -265,15 +263,15 @@ def from_fets(
     names = sorted({r['Partition_ID'] for r in rows}, key=lambda k: (len(k), k))
     at = np.array([names.index(r['Partition_ID']) for r in rows])
     parts = [(np.asarray(p)[:,None]*slices+np.arange(slices)).ravel()
-        for p in split_validation(at, .2, seed, 'test')]
+             for p in split_validation(at, .2, seed, 'test')]
     require(all(map(len, parts)),
-        f'{folder} needs patients for training and for test, but holds {len(rows)}.')
+            f'{folder} needs patients for training and for test, but holds {len(rows)}.')
     groups = {k: tuple(v[p//slices] for p in parts)
-        for k,v in dict(institution=at, patient=np.arange(len(rows))).items()}
+              for k,v in dict(institution=at, patient=np.arange(len(rows))).items()}
     return Dataset(name, *(a[p] for p in parts for a in (x, y)), FETS, folder.name, groups=groups,
-        group_names=dict(institution=names, patient=[r['Subject_ID'] for r in rows]))
+                   group_names=dict(institution=names, patient=[r['Subject_ID'] for r in rows]))
 
-# %% ../nbs/01_foundations/17_published.ipynb #fb3eca2e
+# %% ../nbs/01_foundations/17_published.ipynb #5f6ba196
 LYME = ['NO','EM','HZ','TC']
 
 # %% ../nbs/01_foundations/17_published.ipynb #79bf8f06
@@ -295,7 +293,7 @@ def from_lyme(
     return Dataset(name, *four, classes=LYME, source=folder.name, groups=groups,
         group_names=dict(skin=['dark','light']) if groups else {})
 
-# %% ../nbs/01_foundations/17_published.ipynb #99b3d8d8
+# %% ../nbs/01_foundations/17_published.ipynb #f385da0b
 def lyme_lines(
     path:Path, # A list
 ) -> list[tuple[str, int]]: # Picture and class; other files than pictures are left out
@@ -303,10 +301,10 @@ def lyme_lines(
     with reading(path), open(path, newline='') as f: lines = list(csv.reader(f))[1:]
     for l in lines:
         require(len(l)==2 and l[1].isdigit() and int(l[1]) < 4 and inside(l[0]),
-            f'{path} has the line {l}; each must be a picture and a class from 0 to 3.')
+                f'{path} has the line {l}; each must be a picture and a class from 0 to 3.')
     return [(f, int(c)) for f,c in lines if f.split('.')[-1] in ('png','jpeg','jpg')]
 
-# %% ../nbs/01_foundations/17_published.ipynb #366820cd
+# %% ../nbs/01_foundations/17_published.ipynb #f548d5e0
 def skin_tones(
     paths:list[Path], # Lists with the columns `image` and `pred_binary_skintone`
 ) -> dict: # A picture's own name to 0, dark, or 1, light
@@ -316,30 +314,24 @@ def skin_tones(
     every = [(p, r) for p in paths for r in rows(p)]
     for p,r in every:
         require(r.get('image') and r.get('pred_binary_skintone') in ('ds','ls'),
-            f'{p} must give each picture in `image` a tone, ds or ls, in `pred_binary_skintone`.')
+                f'{p} must give each picture in `image` a tone, ds or ls, in `pred_binary_skintone`.')
     return {r['image'].split('/')[-1]: int(r['pred_binary_skintone']=='ls') for _,r in every}
 
-# %% ../nbs/01_foundations/17_published.ipynb #f385da0b
+# %% ../nbs/01_foundations/17_published.ipynb #e8ab882c
 def tone_of(known:dict, picture:str) -> int:
     "A picture's skin tone; raises `Refused` where there is none"
     name = picture.split('/')[-1]
-    require(name in known,
-        f'The lists of skin tones do not have {picture}; make them anew, or take them away to do without the '
-        f'group.')
+    require(name in known, f'The lists of skin tones do not have {picture}; '
+                           'make them anew, or take them away to do without the group.')
     return known[name]
 
-# %% ../nbs/01_foundations/17_published.ipynb #068f4eb8
+# %% ../nbs/01_foundations/17_published.ipynb #d84741fb
 def skins(lists:list[Path], sides:list) -> dict: # Name to groups, none where the lists are not there
     "The group of skin tones, of training and test pictures"
     known = skin_tones(lists) if all(t.exists() for t in lists) else {}
     return dict(skin=tuple(np.array([tone_of(known, f) for f,_ in side]) for side in sides)) if known else {}
 
-# %% ../nbs/01_foundations/17_published.ipynb #34c83fc1
-def npy(path:Path):
-    "An array that stays in its file until it is used"
-    with reading(path): return np.load(path, mmap_mode='r', allow_pickle=False)
-
-# %% ../nbs/01_foundations/17_published.ipynb #30488f78
+# %% ../nbs/01_foundations/17_published.ipynb #cc5c1fb9
 def photographed(path:Path) -> np.ndarray: # int64 [n]
     "The classes of the photographs; raises `Refused` unless the file has them once for each severity"
     labels = npy(path)
@@ -368,6 +360,11 @@ def from_cifar_c(
     return Dataset(name, **corrupted(folder, kinds, severities, y, parts))
 
 # %% ../nbs/01_foundations/17_published.ipynb #7d807b38
+def npy(path:Path):
+    "An array that stays in its file until it is used"
+    with reading(path): return np.load(path, mmap_mode='r', allow_pickle=False)
+
+# %% ../nbs/01_foundations/17_published.ipynb #3366e585
 def corrupted(
     folder:Path, # Where the files are
     kinds:list[str], # Corruptions
@@ -379,17 +376,19 @@ def corrupted(
     n,files = len(y),[npy(folder/f'{k}.npy') for k in kinds]
     for k,a in zip(kinds, files):
         require(a.dtype==np.uint8 and a.shape==(5*n,32,32,3),
-            f'{folder/k}.npy must hold uint8 images of shape {(5*n,32,32,3)}, not {a.dtype} of {a.shape}.')
+                f'{folder/k}.npy must hold uint8 images of shape {(5*n,32,32,3)}, '
+                f'not {a.dtype} of {a.shape}.')
     pairs = [(i,s) for i in range(len(kinds)) for s in severities]
     four = {k: v for name,p in zip(('train','test'), parts)
-        for k,v in ((f'{name}_x', np.concatenate([files[i][(s-1)*n+p] for i,s in pairs])),
-        (f'{name}_y', np.tile(y[p], len(pairs))))}
+            for k,v in ((f'{name}_x', np.concatenate([files[i][(s-1)*n+p] for i,s in pairs])),
+                        (f'{name}_y', np.tile(y[p], len(pairs))))}
     def group(j): return tuple(np.repeat([pair[j] for pair in pairs], len(p)) for p in parts)
     return dict(four, source=folder.name,
-        groups=dict(corruption=group(0), severity=group(1),
-        image=tuple(np.tile(p, len(pairs)) for p in parts)), group_names=dict(corruption=kinds))
+                groups=dict(corruption=group(0), severity=group(1),
+                            image=tuple(np.tile(p, len(pairs)) for p in parts)),
+                group_names=dict(corruption=kinds))
 
-# %% ../nbs/01_foundations/17_published.ipynb #3b9e78cf
+# %% ../nbs/01_foundations/17_published.ipynb #841440fd
 def table(
     path:Path, # A text file
     skip:int=0, # Lines to leave out
@@ -398,7 +397,7 @@ def table(
     with reading(path):
         return {w[0]: w[1:] for w in map(str.split, path.read_text().splitlines()[skip:]) if w}
 
-# %% ../nbs/01_foundations/17_published.ipynb #841440fd
+# %% ../nbs/01_foundations/17_published.ipynb #7d685b62
 def from_celeba(
     folder:Path|str, # With img_align_celeba and the lists
     target:str='Blond_Hair', # What is to be predicted
@@ -408,23 +407,23 @@ def from_celeba(
 ) -> Dataset: # With the attributes in `groups` as groups, and `identity` where the list is there
     "CelebA from its pictures and lists; its validation part is left out"
     folder = folder_with(folder, 'img_align_celeba', 'list_attr_celeba.txt', 'list_eval_partition.txt',
-        what='CelebA')
+                         what='CelebA')
     rows,part = table(folder/'list_attr_celeba.txt', 2),table(folder/'list_eval_partition.txt')
     with reading(folder):
         names = ''.join((folder/'list_attr_celeba.txt').read_text().splitlines()[1:2]).split()
     k = {g: names.index(choose(g, names, 'attribute of CelebA')) for g in (target, *groups)}
     for f,row in rows.items():
         require(len(row)==len(names) and set(row) <= {'1','-1'} and inside(f),
-            f'{folder/"list_attr_celeba.txt"} must give {f} {len(names)} times 1 or -1.')
+                f'{folder/"list_attr_celeba.txt"} must give {f} {len(names)} times 1 or -1.')
     files = [[f for f in rows if part.get(f)==[p]] for p in '02']
     def attribute(g): return tuple(np.array([int(rows[f][k[g]]=='1') for f in fs], np.int64) for fs in files)
     who = table(folder/'identity_CelebA.txt') if (folder/'identity_CelebA.txt').exists() else {}
     require(not who or all(f in who and who[f][0].isdigit() for fs in files for f in fs),
-        f'{folder/"identity_CelebA.txt"} must give each picture a number.')
+            f'{folder/"identity_CelebA.txt"} must give each picture a number.')
     more = dict(identity=tuple(np.array([int(who[f][0]) for f in fs]) for fs in files)) if who else {}
     x,y = [pictures((folder/'img_align_celeba'/f for f in fs), size) for fs in files],attribute(target)
     return Dataset(name, x[0], y[0], x[1], y[1], [f'not {target}',target], folder.name,
-        groups={**{g: attribute(g) for g in groups}, **more})
+                   groups={**{g: attribute(g) for g in groups}, **more})
 
 # %% ../nbs/01_foundations/17_published.ipynb #071117ec
 def from_chexpert(
@@ -443,10 +442,10 @@ def from_chexpert(
     def there(r, k): return r[k] != '' and float(r[k])==1
     with reading(folder/'train.csv'):
         rows = [r for r in rows if r['Frontal/Lateral']=='Frontal' and there(r, pair[0])!=there(r, pair[1])]
-    who = np.array([next((int(p[7:]) for p in r['Path'].split('/') if p[:7]=='patient' and p[7:].isdigit()),
-        -1) for r in rows])
+    who = np.array([next((int(p[7:]) for p in r['Path'].split('/')
+                          if p[:7]=='patient' and p[7:].isdigit()), -1) for r in rows])
     require(len(set(who)) > 1 and who.min() >= 0 and all(inside(r['Path']) for r in rows),
-        f'{folder/"train.csv"} must have frontal images of {" or ".join(pair)} of at least two patients.')
+            f'{folder/"train.csv"} must have frontal images of {" or ".join(pair)} of at least two patients.')
     people,number = np.unique(who, return_inverse=True)
     test = np.isin(number, split_validation(len(people), .2, seed, 'test')[1])
     return of_rows(rows, [np.flatnonzero(~test), np.flatnonzero(test)], who, pair, folder, size, name)
@@ -459,6 +458,6 @@ def of_rows(rows:list, parts:list, who:np.ndarray, pair:tuple, folder:Path, size
     y = np.array([int(r[pair[1]] != '' and float(r[pair[1]])==1) for r in rows])
     x = [pictures((path(rows[i]) for i in p), size, 'L') for p in parts]
     columns = dict(female=np.array([int(r['Sex']=='Female') for r in rows]),
-        ap=np.array([int(r['AP/PA']=='AP') for r in rows]), patient=who)
+                   ap=np.array([int(r['AP/PA']=='AP') for r in rows]), patient=who)
     return Dataset(name, x[0], y[parts[0]], x[1], y[parts[1]], list(pair), folder.name,
-        groups={k: tuple(a[p] for p in parts) for k,a in columns.items()})
+                   groups={k: tuple(a[p] for p in parts) for k,a in columns.items()})

@@ -50,24 +50,22 @@ def unet(
 ) -> Classifier: # Fresh
     "A small U-Net in two dimensions: one score per class and pixel"
     least = 2**(len(channels)-1)
-    require(image_size%least==0,
-        f'A U-Net of {len(channels)} levels halves images {len(channels)-1} times, and {image_size} pixels '
-        f'are no multiple of {least}.')
+    require(image_size%least==0, f'A U-Net of {len(channels)} levels halves images {len(channels)-1} times, '
+                                 f'and {image_size} pixels are no multiple of {least}.')
     return Classifier(UNetBody(in_channels, tuple(channels)), nn.Conv2d(channels[0], n_classes, 1))
 
 MODELS['unet'] = unet
 
-# %% ../nbs/01_foundations/18_segmentation.ipynb #3052611e
+# %% ../nbs/01_foundations/18_segmentation.ipynb #cccb2023
 def monai(): # The module `monai`
     "`import monai`; raises `Refused` where it is missing"
     try: import monai
     except ImportError as e:
-        raise Refused(
-            "The model monai_unet needs MONAI, which is not installed: pip install 'fedbook[monai]', or take "
-            "the model unet.") from e
+        raise Refused("The model monai_unet needs MONAI, which is not installed: "
+                      "pip install 'fedbook[monai]', or take the model unet.") from e
     return monai
 
-# %% ../nbs/01_foundations/18_segmentation.ipynb #e9a95625
+# %% ../nbs/01_foundations/18_segmentation.ipynb #17b29e3b
 def monai_unet(
     n_classes:int=2, # With the background
     in_channels:int=1, # 1 for grey, 3 for colour
@@ -76,12 +74,11 @@ def monai_unet(
 ) -> Classifier: # Fresh
     "MONAI's U-Net in two dimensions"
     require(image_size%16==0,
-        f'The U-Net of MONAI halves images four times, and {image_size} pixels are no multiple of 16.')
+            f'The U-Net of MONAI halves images four times, and {image_size} pixels are no multiple of 16.')
     monai()
     from monai.networks.nets import BasicUNet
     return Classifier.of(BasicUNet(2, in_channels, n_classes, tuple(features)), 'final_conv')
 
-# %% ../nbs/01_foundations/18_segmentation.ipynb #cccb2023
 MODELS['monai_unet'] = monai_unet
 
 # %% ../nbs/01_foundations/18_segmentation.ipynb #15c4883e
@@ -106,17 +103,17 @@ def drawn_tumours(
     size:int=32, # Height and width in pixels
     hospitals:int=6, # With a brightness each
     seed:int=0, # Of the drawing
-) -> Dataset: # Which `fedbook.data.load` finds from now on in this process, with the group `hospital`
+) -> Dataset: # With the group `hospital`; `fedbook.data.load` finds it from now on in this process
     "Slices with masks, none of a real patient"
     who = [np.arange(n)%hospitals for n in (n_train, n_test)]
     drawn = [[drawn_tumour(stream(seed, 'tumour', part, i), size, .3+.3*h/max(hospitals-1, 1))
-        for i,h in enumerate(hs)] for part,hs in enumerate(who)]
+              for i,h in enumerate(hs)] for part,hs in enumerate(who)]
     four = [np.stack([np.round(255*i).astype(np.uint8) for i,_ in d]) if k==0
-        else np.stack([m for _,m in d]).astype(np.uint8) for d in drawn for k in (0, 1)]
+            else np.stack([m for _,m in d]).astype(np.uint8) for d in drawn for k in (0, 1)]
     name = f'drawn_tumours_{n_train}_{n_test}_{size}_{hospitals}_{seed}'
     return keep(Dataset(name, *four, classes=['background','tumour'], source='drawn',
-        groups=dict(hospital=tuple(who)),
-        group_names=dict(hospital=[f'hospital {h+1}' for h in range(hospitals)])))
+                        groups=dict(hospital=tuple(who)),
+                        group_names=dict(hospital=[f'hospital {h+1}' for h in range(hospitals)])))
 
 # %% ../nbs/01_foundations/18_segmentation.ipynb #c192e439
 def reduced(
@@ -125,34 +122,32 @@ def reduced(
 ) -> Dataset: # Under the name of `d` with the new size; `fedbook.data.load` finds it in this process
     "The same slices with fewer pixels; raises `Refused` for a size that is no multiple"
     size = d.train_x.shape[1]
-    require(d.kind=='masks' and size%by==0,
-        f'{d.name} holds {d.kind} of images of {size} pixels; it must hold masks, and the size be a multiple '
-        f'of {by}.')
+    require(d.kind=='masks' and size%by==0, f'{d.name} holds {d.kind} of images of {size} pixels; '
+                                            f'it must hold masks, and the size be a multiple of {by}.')
     def images(x): return x.reshape(len(x), size//by, by, size//by, by).mean((2, 4)).round().astype(np.uint8)
     four = [f(a) for a,f in zip((d.train_x, d.train_y, d.test_x, d.test_y),
-        (images, lambda y: y[:,by//2::by,by//2::by])*2)]
-    return keep(Dataset(f'{d.name}_{size//by}', *four, classes=d.classes, source=d.source, groups=d.groups,
-        group_names=d.group_names))
+                                (images, lambda y: y[:,by//2::by,by//2::by])*2)]
+    return keep(Dataset(f'{d.name}_{size//by}', *four, classes=d.classes, source=d.source,
+                        groups=d.groups, group_names=d.group_names))
 
 # %% ../nbs/01_foundations/18_segmentation.ipynb #4d389ff5
 def mask_scores(
     got:Tensor, # Predicted classes [n, h, w]
     true:Tensor, # True classes of the same shape
     classes:int, # With the background
-    # Per foreground class: class, dice in percent, hd95 (`None`: never defined), and of the slices
-    # `undefined`, where it is in neither mask, and `one_empty`, where just one is
-) -> list[dict]:
-    """Dice and HD95 of every class, and how many slices say nothing of them;
-    raises `Refused` for masks of different shapes"""
-    require(got.shape==true.shape,
-        f'Predicted masks of shape {list(got.shape)} cannot be compared with true ones of shape '
-        f'{list(true.shape)}.')
+) -> list[dict]: # Per foreground class: class, dice in percent, hd95 (or `None`), undefined, one_empty
+    """Dice and HD95 of every class (`None`: never defined), the slices in which it is in
+    neither mask (`undefined`)
+    and in just one (`one_empty`); raises `Refused` for masks of different shapes"""
+    require(got.shape==true.shape, f'Predicted masks of shape {list(got.shape)} '
+                                   f'cannot be compared with true ones of shape {list(true.shape)}.')
     overlap,rows = dice(got, true, classes),[]
     for c in range(1, classes):
         pairs = [(a.numpy(), b.numpy()) for a,b in zip(got==c, true==c)]
         far = np.array([hausdorff(a, b) for a,b in pairs])
         known = far[~np.isnan(far)]
         rows.append(dict(zip(('class','dice','hd95','undefined','one_empty'),
-            (c, 100*overlap[:,c-1].nan_to_num(1.).mean().item(), known.mean().item() if len(known) else None,
-            int(np.isnan(far).sum()), sum(bool(a.any()!=b.any()) for a,b in pairs)))))
+                             (c, 100*overlap[:,c-1].nan_to_num(1.).mean().item(),
+                              known.mean().item() if len(known) else None,
+                              int(np.isnan(far).sum()), sum(bool(a.any()!=b.any()) for a,b in pairs)))))
     return rows

@@ -68,12 +68,12 @@ def smear(
     "Each image moved along a line"
     n,h,w,_ = x.shape
     steps,a = np.arange(2*radius+1),np.deg2rad(angles)[:,None]
-    weight,(down,right) = np.exp(-steps**2/(2*sigma**2)),(np.ceil(steps*f(a) - .5).astype(int)
-        for f in (np.sin,np.cos))
+    weight,(down,right) = (np.exp(-steps**2/(2*sigma**2)),
+                           (np.ceil(steps*f(a) - .5).astype(int) for f in (np.sin,np.cos)))
     out,i = np.zeros(x.shape),np.arange(n)[:,None,None]
     for k in steps:
-        rows,columns = np.clip(np.arange(h)[None,:,None] + down[:,k,None,None], 0,
-            h-1),np.clip(np.arange(w)[None,None] + right[:,k,None,None], 0, w-1)
+        rows,columns = (np.clip(np.arange(h)[None,:,None] + down[:,k,None,None], 0, h-1),
+                        np.clip(np.arange(w)[None,None] + right[:,k,None,None], 0, w-1))
         out += weight[k]/weight.sum()*x[i,rows,columns]
     return out
 
@@ -130,8 +130,8 @@ def landscape(
         k = step//2
         m[:,k::step,k::step] = near(both(both(m[:,::step,::step], -1, 1), -1, 2))
         corners,middles = m[:,::step,::step],m[:,k::step,k::step]
-        m[:,::step,k::step],m[:,k::step,::step] = near(both(middles, 1, 1)
-            + both(corners, -1, 2)),near(both(middles, 1, 2) + both(corners, -1, 1))
+        m[:,::step,k::step],m[:,k::step,::step] = (near(both(middles, 1, 1) + both(corners, -1, 2)),
+                                                   near(both(middles, 1, 2) + both(corners, -1, 1)))
         step,wobble = k,wobble/decay
     m -= m.min((1,2), keepdims=True)
     return m/m.max((1,2), keepdims=True)
@@ -141,7 +141,7 @@ def fog(x, rng, amount, decay):
     n,h,w,_ = x.shape
     x,high = x/255,(x/255).max((1,2,3), keepdims=True)
     return (x + amount*landscape(n, 1 << (max(h, w)-1).bit_length(), decay,
-        rng)[:,:h,:w,None])*high/(high+amount)
+                                 rng)[:,:h,:w,None])*high/(high+amount)
 
 # %% ../nbs/01_foundations/16_shifts.ipynb #2c04db48
 def snow(x, rng, mean, sigma, zoom, least, radius, blur, share):
@@ -168,7 +168,7 @@ def contrast(x, rng, share):
 # %% ../nbs/01_foundations/16_shifts.ipynb #8c0f513d
 def saturate(x, rng, factor, more):
     require(x.shape[3]==3,
-        'Saturation is a matter of colours, and these images are grey; take another corruption.')
+            'Saturation is a matter of colours, and these images are grey; take another corruption.')
     x,v = x/255,x.max(3, keepdims=True)/255
     s = np.where(v > 0, 1 - x.min(3, keepdims=True)/np.where(v > 0, v, 1), 0)
     away = np.where(s > 0, (v-x)/np.where(s > 0, s*v, 1), [0.,1.,1.]) # Grey counts as red
@@ -210,7 +210,7 @@ def taken_at(
     from scipy.ndimage import map_coordinates
     n = np.broadcast_to(np.arange(len(x))[:,None,None], rows.shape)
     return np.stack([map_coordinates(x[...,c], [n,rows,columns], order=1, mode=edge)
-        for c in range(x.shape[3])], 3)
+                     for c in range(x.shape[3])], 3)
 
 # %% ../nbs/01_foundations/16_shifts.ipynb #5fedafba
 def sheared(x, rng, by):
@@ -220,8 +220,8 @@ def sheared(x, rng, by):
     new = np.repeat(old[None], n, 0)
     new[:,:,:2] += rng.uniform(-by, by, (n,3,2))
     back = np.linalg.solve(new, np.repeat(old[None,:,:2], n, 0)) # [n, 3, 2]
-    columns,rows = np.moveaxis(np.stack(np.broadcast_arrays(np.arange(w)[None], np.arange(h)[:,None], 1.),
-        2) @ back[:,None], 3, 0)
+    columns,rows = np.moveaxis(
+        np.stack(np.broadcast_arrays(np.arange(w)[None], np.arange(h)[:,None], 1.), 2) @ back[:,None], 3, 0)
     return taken_at(x, rows, columns, 'mirror')
 
 # %% ../nbs/01_foundations/16_shifts.ipynb #e44cd38c
@@ -229,8 +229,8 @@ def elastic_transform(x, rng, alpha, sigma, affine):
     from scipy.ndimage import gaussian_filter
     n,h,w,_ = x.shape
     x = sheared(x/255, rng, affine*w)
-    field = gaussian_filter(rng.uniform(-1, 1, (2,n,h,w)), (0,0,sigma*w,sigma*w), mode='reflect',
-        truncate=3)*alpha*w
+    field = gaussian_filter(rng.uniform(-1, 1, (2,n,h,w)), (0,0,sigma*w,sigma*w),
+                            mode='reflect', truncate=3)*alpha*w
     return taken_at(x, np.arange(h)[None,:,None] + field[0], np.arange(w) + field[1], 'reflect')
 
 # %% ../nbs/01_foundations/16_shifts.ipynb #fddf288b
@@ -246,14 +246,14 @@ CORRUPTIONS = dict(
     zoom_blur = (zoom_blur, 1.06, 1.11, 1.16, 1.21, 1.26),
     fog = (fog, (.2,3), (.5,3), (.75,2.5), (1,2), (1.5,1.75)),
     snow = (snow, (.1,.2,1,.6,8,3,.95), (.1,.2,1,.5,10,4,.9), (.15,.3,1.75,.55,10,4,.9),
-    (.25,.3,2.25,.6,12,6,.85), (.3,.3,1.25,.65,14,12,.8)),
+            (.25,.3,2.25,.6,12,6,.85), (.3,.3,1.25,.65,14,12,.8)),
     brightness = (brightness, .05, .1, .15, .2, .3),
     contrast = (contrast, .75, .5, .4, .3, .15),
     saturate = (saturate, (.3,0), (.1,0), (1.5,0), (2,.1), (2.5,.2)),
     jpeg_compression = (jpeg_compression, 80, 65, 58, 50, 40),
     pixelate = (pixelate, .95, .9, .85, .75, .65),
-    elastic_transform = (elastic_transform, (0,0,.08), (.05,.2,.07), (.08,.06,.06), (.1,.04,.05),
-    (.1,.03,.03)))
+    elastic_transform = (elastic_transform, (0,0,.08), (.05,.2,.07), (.08,.06,.06),
+                         (.1,.04,.05), (.1,.03,.03)))
 
 # %% ../nbs/01_foundations/16_shifts.ipynb #154ff424
 def corruption(
@@ -263,7 +263,7 @@ def corruption(
     "One of the corruptions of CIFAR-10-C"
     f,*constants = choose(kind, CORRUPTIONS, 'corruption')
     require(severity in (1,2,3,4,5) and not isinstance(severity, bool),
-        f'The severity of a corruption must be 1, 2, 3, 4 or 5, not {severity!r}.')
+            f'The severity of a corruption must be 1, 2, 3, 4 or 5, not {severity!r}.')
     given = np.atleast_1d(np.array(constants[int(severity)-1], dtype=object)).tolist()
     def shift(x, y, rng):
         stored = x.permute(0, 2, 3, 1).cpu().numpy()
@@ -278,7 +278,7 @@ def label_flip(
     "Swapped classes"
     flat = [c for p in pairs for c in p]
     require(all(len(p)==2 for p in pairs) and len(set(flat))==len(flat) > 0,
-        f'pairs must be pairs of classes, and each class in one pair at most, not {pairs!r}.')
+            f'pairs must be pairs of classes, and each class in one pair at most, not {pairs!r}.')
     require(0 <= share <= 1, f'The share of swapped labels must lie between 0 and 1, not {share!r}.')
     def shift(x, y, rng):
         new,drawn = y.clone(),torch.from_numpy(rng.random(len(y)) < share).to(y.device)
@@ -292,7 +292,7 @@ def rotate(
 ): # A shift
     "Images turned about their middle, black where nothing is"
     require(isinstance(angle, (int,float)) and math.isfinite(angle),
-        f'The angle of a rotation must be a number of degrees, not {angle!r}.')
+            f'The angle of a rotation must be a number of degrees, not {angle!r}.')
     from fedbook.compat import vision
     vision()
     from torchvision.transforms.v2 import functional as F, InterpolationMode
@@ -322,7 +322,7 @@ def of_kind(kind:str):
     return made
 
 SHIFTS = {**{k: of_kind(k) for k in CORRUPTIONS},
-    **{f.__name__: f for f in (label_flip, rotate, colour, negative, none)}}
+          **{f.__name__: f for f in (label_flip, rotate, colour, negative, none)}}
 
 # %% ../nbs/01_foundations/16_shifts.ipynb #f7e48ff7
 def named(
@@ -331,7 +331,7 @@ def named(
     "The shift; raises `Refused` for an unknown name or setting"
     given = dict(name=shift) if isinstance(shift, str) else dict(shift)
     missing = [k for k,p in signature(choose(given.get('name'), SHIFTS, 'shift')).parameters.items()
-        if p.default is p.empty and k not in given]
+               if p.default is p.empty and k not in given]
     require(not missing, f'Shift {given["name"]!r} needs {", ".join(missing)}.')
     return make(SHIFTS, 'shift', **given)
 
@@ -343,7 +343,7 @@ def for_clients(
 ) -> list: # [n], an entry of `shifts` for each client
     "Shifts dealt out to clients"
     require(isinstance(shifts, (list,tuple)) and len(shifts) > 0,
-        f'shifts must be a list of at least one shift, not {shifts!r}.')
+            f'shifts must be a list of at least one shift, not {shifts!r}.')
     for s in shifts: named(s)
     order = stream(seed, 'shifts').permutation(n)
     return [shifts[i%len(shifts)] for i in order]
@@ -353,8 +353,8 @@ def applied(f, i:int, x:Tensor, y:Tensor, rng:np.random.Generator) -> tuple: # I
     "A client's shift; raises `Refused` where it changes sizes or types"
     new_x,new_y = f(x, y, rng)
     require((new_x.shape,new_x.dtype,new_y.shape,new_y.dtype)==(x.shape,x.dtype,y.shape,y.dtype),
-            f'The shift of client {i} must give {x.dtype} images of shape {tuple(x.shape)} and {y.dtype} '
-            f'targets of shape {tuple(y.shape)}, '
+            f'The shift of client {i} must give {x.dtype} images of shape {tuple(x.shape)} '
+            f'and {y.dtype} targets of shape {tuple(y.shape)}, '
             f'not {new_x.dtype} {tuple(new_x.shape)} and {new_y.dtype} {tuple(new_y.shape)}.')
     return new_x,new_y
 
@@ -366,14 +366,14 @@ def shifted(
     fs:list, # Per client, its shift
     seed:int=0, # The run's seed
     *where, # A further name of the draws
-) -> tuple[Tensor, Tensor]: # New images and targets, at the same positions; what nobody holds stays as it is
+) -> tuple[Tensor, Tensor]: # New images and targets, at the same positions; the others as they are
     "Each client's samples, shifted"
     require(len(parts)==len(fs),
-        f'There must be one shift per client, not {len(fs)} for {len(parts)} clients.')
+            f'There must be one shift per client, not {len(fs)} for {len(parts)} clients.')
     held = np.bincount(np.concatenate([*parts, np.empty(0, int)]).astype(int), minlength=len(x))
     require(held.max(initial=0) <= 1,
-        f'Sample {held.argmax()} is held {held.max()} times, so it would be shifted as often; take a '
-        f'partition whose clients share nothing.')
+            f'Sample {held.argmax()} is held {held.max()} times, so it would be shifted as often; '
+            'take a partition whose clients share nothing.')
     x,y = x.clone(),y.clone()
     for i,(p,f) in enumerate(zip(parts, fs)):
         if len(p): x[p],y[p] = applied(f, i, x[p], y[p], stream(seed, 'shift', i, *where))

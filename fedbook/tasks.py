@@ -22,9 +22,7 @@ class Metric:
     better: str = 'higher' # or 'lower'
     tolerance: float = 0. # How far from the printed value still agrees, in the metric's unit
     relative: float = 0. # The same as a share of the printed value; both add up
-    # (samples, classes, level) to what guesses exceed in a share `level` of cases; `None`: no such value is
-    # known
-    chance: callable = None
+    chance: callable = None # (samples, classes, level) to what guesses exceed in a share `level` of cases
 
     def margin(self, printed:float) -> float:
         "How far a mean may lie from `printed` and still agree"
@@ -47,19 +45,19 @@ def coin(n:int, classes:int, level:float=.025) -> float:
 
 # %% ../nbs/01_foundations/15_tasks.ipynb #ee3ea38c
 COST = Metric('lower', relative=.05)
-# `fedbook.evaluate.cross_client_metrics`
+# of `fedbook.evaluate.cross_client_metrics`
 ACROSS = {f'cross_{k}': Metric(tolerance=1.) for k in ('local','global','worst','average')}
 METRICS = dict(accuracy=Metric(tolerance=1., chance=right_guesses), auc=Metric(tolerance=1., chance=coin),
-    dice=Metric(tolerance=1.), **ACROSS, cross_c_std=Metric('lower', tolerance=1.),
-    loss=COST, hd95=COST, undefined=COST, one_empty=COST)
+               dice=Metric(tolerance=1.), **ACROSS, cross_c_std=Metric('lower', tolerance=1.),
+               loss=COST, hd95=COST, undefined=COST, one_empty=COST)
 
 # %% ../nbs/01_foundations/15_tasks.ipynb #5d6e5fbe
 def metric_of(
     name:str, # Of a metric in a run's rows, e.g. 'val_accuracy'
 ) -> Metric:
     "What is known of a metric, whatever its prefix"
-    return (METRICS[max(known, key=len)] if (known := [k for k in METRICS if f'_{name}'.endswith(f'_{k}')])
-        else COST)
+    return (METRICS[max(known, key=len)]
+            if (known := [k for k in METRICS if f'_{name}'.endswith(f'_{k}')]) else COST)
 
 # %% ../nbs/01_foundations/15_tasks.ipynb #3f8c7439
 @dataclass(frozen=True)
@@ -74,7 +72,7 @@ class Task(Checked):
     def __post_init__(self):
         super().__post_init__()
         require(self.smooths or not self.label_smoothing,
-            f'{type(self).__name__} has no label smoothing; leave label_smoothing at 0.')
+                f'{type(self).__name__} has no label smoothing; leave label_smoothing at 0.')
 
     def loss(self, z:Tensor, y:Tensor) -> Tensor:
         "The mean over the samples of a batch, which trains"
@@ -88,7 +86,7 @@ class Task(Checked):
         "What every answer is worth"
         # the largest of NaNs would be class 0
         return dict(accuracy=torch.where(z.isfinite().all(1), (z.argmax(1)==y).double(), torch.nan),
-            loss=self.each(z, y))
+                    loss=self.each(z, y))
 
     def metrics(self, values:dict) -> dict: # Name to number
         "What the values of some samples amount to"
@@ -99,11 +97,9 @@ class Task(Checked):
         return {k: v for k,v in metrics.items() if not (self.partial and math.isnan(v))}
 
     def check(self, z:Tensor, y:Tensor):
-        """Raise `Refused` where targets `y` do not fit a network that answers `z`, which may be of fewer
-        samples"""
-        require(z.dim()==2 and y.dim()==1,
-            f'Classification needs scores [n, classes] and targets [n], not {list(z.shape)} and '
-            f'{list(y.shape)}.')
+        "Raise `Refused` unless targets `y` fit a network that answers `z`, which may be of fewer samples"
+        require(z.dim()==2 and y.dim()==1, 'Classification needs scores [n, classes] and targets [n], '
+                                           f'not {list(z.shape)} and {list(y.shape)}.')
         check_classes(y, z.shape[1])
 
 # %% ../nbs/01_foundations/15_tasks.ipynb #f0f35e42
@@ -113,12 +109,11 @@ def check_classes(
 ):
     "Raise `Refused` unless `y` holds classes from 0 to `n`-1"
     require(y.dtype==torch.int64,
-        f'Classes must be int64, not {str(y.dtype).removeprefix("torch.")}; convert them with y.long().')
+            f'Classes must be int64, not {str(y.dtype).removeprefix("torch.")}; convert them with y.long().')
     low,high = (y.min().item(), y.max().item()) if y.numel() else (0, 0)
     require(n > 1, f'The network gives {n} score; telling classes apart needs at least 2.')
-    require(0 <= low and high < n,
-        f'The targets hold class {low if low < 0 else high}, but the network gives {n} scores, for the '
-        f'classes 0 to {n-1}.')
+    require(0 <= low and high < n, f'The targets hold class {low if low < 0 else high}, '
+                                   f'but the network gives {n} scores, for the classes 0 to {n-1}.')
 
 # %% ../nbs/01_foundations/15_tasks.ipynb #ee1a767d
 def of_parts(
@@ -129,11 +124,11 @@ def of_parts(
     "The metrics of every part"
     if type(task).metrics is not Task.metrics:
         return [task.metrics({k: v[torch.as_tensor(p, device=v.device)] for k,v in values.items()})
-            for p in parts]
+                for p in parts]
     sizes = [len(p) for p in parts]
     every,owner = np.concatenate([np.asarray(p) for p in parts]),np.repeat(np.arange(len(parts)), sizes)
     means = {k: np.bincount(owner, v.double().cpu().numpy()[every], len(parts))/sizes
-        for k,v in values.items()}
+             for k,v in values.items()}
     return [dict(accuracy=100*a, loss=l) for a,l in zip(*(means[k].tolist() for k in ('accuracy','loss')))]
 
 # %% ../nbs/01_foundations/15_tasks.ipynb #7ce2fa2d
@@ -207,18 +202,18 @@ def log_other(
     "ln(1-p), to all digits"
     top = logp.argmax(1, keepdim=True)==torch.arange(logp.shape[1], device=logp.device)
     return torch.where(top, logp.masked_fill(top, -torch.inf).logsumexp(1, keepdim=True),
-        torch.log1p(-logp.masked_fill(top, -torch.inf).exp()))
+                       torch.log1p(-logp.masked_fill(top, -torch.inf).exp()))
 
 # %% ../nbs/01_foundations/15_tasks.ipynb #6fa876b2
 @dataclass(frozen=True)
 class Asymmetric(Task):
-    "One class per sample, trained by the asymmetric loss of paper 004's code"
+    "One class per sample, trained by the asymmetric loss of the FedRef paper's code"
     gamma_pos: float = setting(0., 'γ+, how much the true class counts less as it becomes probable',
-        released=0., low=0)
+                               released=0., low=0)
     gamma_neg: float = setting(4., 'γ−, how much another class counts less as it becomes improbable',
-        released=4., low=0)
+                               released=4., low=0)
     eps: float = setting(0., 'distance from 0 and 1 at which probabilities are clamped; 0: they are not',
-        released=1e-6, low=0, below=.5)
+                         released=1e-6, low=0, below=.5)
 
     def loss(self, z:Tensor, y:Tensor) -> Tensor:
         "The mean over the samples of a batch, which trains"
@@ -244,8 +239,8 @@ class Asymmetric(Task):
 @dataclass(frozen=True)
 class ASLSingleLabel(Asymmetric):
     "One class per sample, trained by the asymmetric loss's own form for one class"
-    label_smoothing: float = setting(.1, 'share ε of the target spread over all classes', released=.1,
-        low=0, high=1)
+    label_smoothing: float = setting(.1, 'share ε of the target spread over all classes',
+                                     released=.1, low=0, high=1)
 
     def each(self, z:Tensor, y:Tensor) -> Tensor: # [n]
         "The loss of every sample"
@@ -319,13 +314,12 @@ def focal(
 @dataclass(frozen=True)
 class Segmentation(Task):
     "One class per pixel or voxel, 0 being the background"
-    # The focal term is divided by its weights; 'released': by the voxels too, and Dice is the batch's
-    variant: str = 'intended'
+    variant: str = 'intended' # Focal term over its weights; 'released': over voxels too, Dice of the batch
     gamma: float = setting(4.5, 'γ of the focal term', released=4.5, low=0)
-    alpha: float = setting(.1, 'α of the focal term, the weight of voxels of a class', released=.1,
-        low=0, high=1)
+    alpha: float = setting(.1, 'α of the focal term, the weight of voxels of a class',
+                           released=.1, low=0, high=1)
     smooth: float = setting(1e-5, 's of Dice, which keeps an empty class from dividing by 0',
-        released=1e-5, above=0)
+                            released=1e-5, above=0)
     hd95: bool = False # Report the Hausdorff distance? It takes a distance transform per sample and class
     main,scores,partial,smooths = 'dice',('dice','accuracy','loss','hd95','one_empty'),True,False
 
@@ -338,7 +332,7 @@ class Segmentation(Task):
         t = (y[:,None]==torch.arange(z.shape[1], device=y.device)[:,None]).to(z.dtype)
         lost,sharp,seen = overlap_lost(z, t, self.smooth),focal(z, t, self.gamma, self.alpha),t.amax(-1)
         return ((lost*seen).mean(1)+sharp.sum(1)/z.shape[2] if self.variant=='released'
-            else lost.mean(1)+sharp.sum(1))
+                else lost.mean(1)+sharp.sum(1))
 
     def loss(self, z:Tensor, y:Tensor) -> Tensor:
         "What trains: the mean over samples, or as released, the loss of the batch as if it were one sample"
@@ -353,8 +347,8 @@ class Segmentation(Task):
     def values(self, z:Tensor, y:Tensor) -> dict:
         "Dice per foreground class, the share of right pixels, the loss, and distances where they are wanted"
         got,right = z.argmax(1),(z.argmax(1)==y).flatten(1).double().mean(1)
-        values = dict(dice=dice(got, y, z.shape[1]), accuracy=right,
-            loss=self.each(z, y)) | (distances(got, y, z.shape[1]) if self.hd95 else {})
+        values = (dict(dice=dice(got, y, z.shape[1]), accuracy=right, loss=self.each(z, y))
+                  | (distances(got, y, z.shape[1]) if self.hd95 else {}))
         return {k: marked(v, z) for k,v in values.items()}
 
     def metrics(self, values:dict) -> dict:
@@ -364,13 +358,12 @@ class Segmentation(Task):
         return found | ({'one_empty': values['one_empty'].sum().item()} if 'one_empty' in values else {})
 
     def check(self, z:Tensor, y:Tensor):
-        """Raise `Refused` where targets `y` do not fit a network that answers `z`, which may be of fewer
-        samples"""
-        require(y.dim() in (3, 4),
-            f'A mask is [h, w] or [d, h, w], so targets are [n, h, w] or [n, d, h, w], not {list(y.shape)}.')
+        "Raise `Refused` unless targets `y` fit a network that answers `z`, which may be of fewer samples"
+        require(y.dim() in (3, 4), 'A mask is [h, w] or [d, h, w], so targets are [n, h, w] or [n, d, h, w], '
+                                   f'not {list(y.shape)}.')
         require(z.dim()==y.dim()+1 and z.shape[2:]==y.shape[1:],
-            f'Masks of shape {list(y.shape[1:])} do not fit scores of shape {list(z.shape[1:])}; there must '
-            f'be one score per class and place.')
+                f'Masks of shape {list(y.shape[1:])} do not fit scores of shape {list(z.shape[1:])}; '
+                'there must be one score per class and place.')
         check_classes(y, z.shape[1])
 
 # %% ../nbs/01_foundations/15_tasks.ipynb #20dab262
