@@ -123,8 +123,11 @@ def of_lines(
 FEMNIST = [*'0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz']
 
 # %% ../nbs/01_foundations/17_published.ipynb #79cef75d
-# Pairs of an image, uint8 [28, 28], and its class
-def characters(path:Path, user:str, wrote:dict) -> Iterable:
+def characters(
+    path:Path, # A JSON file of LEAF
+    user:str, # The writer
+    wrote:dict, # What it holds of this writer: `x` and `y`
+) -> Iterable: # Pairs of an image, uint8 [28, 28], and its class
     "What one writer wrote; raises `Refused` where it is something else"
     with reading(path): x,y = np.array(wrote.get('x', [])),wrote.get('y', [])
     require(x.ndim==2 and x.shape==(len(y),784) and x.dtype.kind in 'if' and ((x >= 0)&(x <= 1)).all(),
@@ -326,7 +329,7 @@ def tone_of(known:dict, picture:str) -> int:
                            'make them anew, or take them away to do without the group.')
     return known[name]
 
-# %% ../nbs/01_foundations/17_published.ipynb #d84741fb
+# %% ../nbs/01_foundations/17_published.ipynb #b2a6b922
 def skins(lists:list[Path], sides:list) -> dict: # Name to groups, none where the lists are not there
     "The group of skin tones, of training and test pictures"
     known = skin_tones(lists) if all(t.exists() for t in lists) else {}

@@ -54,6 +54,7 @@ def unet(
                                  f'and {image_size} pixels are no multiple of {least}.')
     return Classifier(UNetBody(in_channels, tuple(channels)), nn.Conv2d(channels[0], n_classes, 1))
 
+# %% ../nbs/01_foundations/18_segmentation.ipynb #80b520a3
 MODELS['unet'] = unet
 
 # %% ../nbs/01_foundations/18_segmentation.ipynb #cccb2023
@@ -79,6 +80,7 @@ def monai_unet(
     from monai.networks.nets import BasicUNet
     return Classifier.of(BasicUNet(2, in_channels, n_classes, tuple(features)), 'final_conv')
 
+# %% ../nbs/01_foundations/18_segmentation.ipynb #a5cec13f
 MODELS['monai_unet'] = monai_unet
 
 # %% ../nbs/01_foundations/18_segmentation.ipynb #15c4883e
