@@ -111,6 +111,7 @@ def printed_ids() -> list[str]: # E.g. '000-table6'
     "The tables that are transcribed"
     return [f'{p.id}-{t["id"]}' for p in papers() for t in tables_of(p)]
 
+# %% ../nbs/01_foundations/41_papers.ipynb #bcab4072
 def tables_of(
     p:Paper, # A paper
 ) -> list[dict]: # As in its file; empty where nothing is transcribed yet

@@ -35,6 +35,7 @@ def beside_printed(
 # %% ../nbs/01_foundations/43_pictures.ipynb #ffea0026
 def variants_of(frame): return list(dict.fromkeys(frame['variant'])) if 'variant' in frame else ['ours']
 
+# %% ../nbs/01_foundations/43_pictures.ipynb #6fde6cf5
 def keys(table):
     "What the marks are"
     ours = [Line2D([], [], marker='o', color=c, label=f'{v}, mean and 95 % interval')

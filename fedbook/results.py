@@ -34,8 +34,8 @@ FIELDS = dict(
     rows='[round, client or null, metric, value]; accuracies in percent; null: a value that was not finite',
     bytes_up='bytes sent by all clients together', bytes_down='bytes sent by the server',
     seconds='wall-clock time', device='where it ran, in words',
-    engine='what went through the clients: a name in `fedbook.engines.ENGINES`', data='data set',
-    model='network',
+    engine='what went through the clients: a name in `fedbook.engines.ENGINES`',
+    data='data set', model='network',
     stand_in='what replaced the paper\'s choice, in words, e.g. {"data": "...", "model": null}; an empty '
     '"scale" says that the printed scale is run',
     code='identifies the source code', version='of fedbook', when='time of the end, ISO 8601')
@@ -133,8 +133,7 @@ def write_whole(
         if os.write(f, line) < len(line): raise OSError(errno.ENOSPC, 'No space left on device')
         os.fsync(f)
     except OSError as e:
-        os.ftruncate(f, end)
-        raise Refused(f'The record could not be stored: {e.strerror}.') from e
+        os.ftruncate(f, end); raise Refused(f'The record could not be stored: {e.strerror}.') from e
 
 # %% ../nbs/01_foundations/40_results.ipynb #c375bba9
 def read(
@@ -431,8 +430,8 @@ def grouped(
         other = groups.setdefault(key, {}).setdefault(r['seed'], r)
         where = ', '.join(f'{k}={v}' for k,v in zip(keys, key))
         require(other is r,
-            f'Two runs share {where} and seed {r["seed"]} ({other["fingerprint"]}, {r["fingerprint"]}); give '
-            f'those of one setting.')
+            f'Two runs share {where} and seed {r["seed"]} '
+            f'({other["fingerprint"]}, {r["fingerprint"]}); give those of one setting.')
     return groups
 
 # %% ../nbs/01_foundations/40_results.ipynb #99d03442

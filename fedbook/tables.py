@@ -29,8 +29,8 @@ def html(
 ) -> str: # Without a final line break
     "An HTML table"
     def line(tag, r): return '<tr>'+''.join(f'<{tag}>{escape(str(c))}</{tag}>' for c in r)+'</tr>'
-    return '\n'.join(['<table>', f'<thead>{line("th", header)}</thead>', '<tbody>',
-        *(line('td', r) for r in rows), '</tbody>', '</table>'])
+    return '\n'.join(['<table>', f'<thead>{line("th", header)}</thead>',
+        '<tbody>', *(line('td', r) for r in rows), '</tbody>', '</table>'])
 
 # %% ../nbs/01_foundations/39_tables.ipynb #2ddf6fa1
 @dataclass
@@ -51,8 +51,8 @@ class Table:
             if p)+'\n'
     def to_html(self):
         notes = ''.join(f'<li>{escape(n)}</li>\n' for n in [*self.legend(), *self.notes])
-        return (f'<p><strong>{escape(self.title)}</strong></p>\n' if self.title
-            else '')+self.in_html()+f'\n<ul>\n{notes}</ul>\n'
+        return (f'<p><strong>{escape(self.title)}</strong></p>\n' if self.title else ''
+            )+self.in_html()+f'\n<ul>\n{notes}</ul>\n'
     def _repr_markdown_(self): return self.to_markdown()
     def _repr_html_(self): return self.to_html()
 
@@ -83,6 +83,7 @@ def heading(
 # %% ../nbs/01_foundations/39_tables.ipynb #c6bda392
 MARKS = dict(agrees='≈', undecided='?') # First word of a verdict to what stands behind the number
 
+# %% ../nbs/01_foundations/39_tables.ipynb #389e2b20
 @dataclass
 class Line:
     "What one variant gives in a cell"
@@ -110,10 +111,11 @@ def line_markdown(l:Line) -> str:
     "E.g. '**79.30** [76.17, 82.44] ? released'"
     return ' '.join(filter(None, [f'**{l.ours}**' if l.best else l.ours, l.ends, l.mark, l.label]))
 
+# %% ../nbs/01_foundations/39_tables.ipynb #1763d219
 def line_html(l:Line) -> str:
     "The same with the verdict as a title"
-    words = ' '.join(filter(None,
-        [f'<b>{l.ours}</b>' if l.best else l.ours, l.ends, l.mark, l.label and f'<i>{escape(l.label)}</i>']))
+    words = ' '.join(filter(None, [f'<b>{l.ours}</b>' if l.best else l.ours,
+        l.ends, l.mark, l.label and f'<i>{escape(l.label)}</i>']))
     grey = ' style="color:gray"' if l.verdict.startswith('undecided') else ''
     return f'<span title="{escape(l.verdict)}"{grey}>{words}</span>'
 
@@ -144,8 +146,8 @@ def cell_of(
         if r['n']!='0':
             shared.setdefault((r['ours'], r['low'], r['high'], r['verdict']), []).append((r, b, k))
     here = {k for found in shared.values() for *_,k in found}
-    # what tells lines apart
-    told = [len(set(values)) > 1 for values in zip(*(here if len(here) > 1 else min(usual, key=len)))]
+    told = [len(set(values)) > 1 # what tells lines apart
+        for values in zip(*(here if len(here) > 1 else min(usual, key=len)))]
     def words(k): return ' '.join(v for v,t in zip(k, told) if t)
     def label(found): return '' if {k for *_,k in found} in usual else ', '.join(words(k) for *_,k in found)
     printed = '' if rows[0]['printed']=='–' else rows[0]['printed']
@@ -195,8 +197,8 @@ def before(
 ) -> list[list[str]]: # For each row as many texts as `shape.down`
     "What stands before the rows; a value that holds for several is written once"
     def text(k, v):
-        return heading(grid.shape, k, v) if k=='metric' else f'{v:g}' if isinstance(v,
-            numbers.Number) else heading(grid.shape, k, v)
+        return heading(grid.shape, k, v) if k=='metric' else f'{v:g}' if isinstance(v, numbers.Number
+            ) else heading(grid.shape, k, v)
     full = [[text(k, v) for k,v in zip(grid.shape.down, r)] for r in grid.rows]
     return [[t if not i or r[:j+1]!=full[i-1][:j+1] else '' for j,t in enumerate(r)]
         for i,r in enumerate(full)]
@@ -252,13 +254,15 @@ def grid_html(
     def line(b, r):
         return '<tr>'+''.join(f'<td>{escape(t)}</td>' for t in b)+''.join(cell(r, c)
             for c in grid.columns)+'</tr>'
-    return '\n'.join(['<table>', f'<thead>{header_html(grid)}</thead>', '<tbody>',
-        *map(line, before(grid), grid.rows), '</tbody>', '</table>'])
+    return '\n'.join(['<table>', f'<thead>{header_html(grid)}</thead>',
+        '<tbody>', *map(line, before(grid), grid.rows), '</tbody>', '</table>'])
 
 # %% ../nbs/01_foundations/39_tables.ipynb #1d5185e9
-WORDS = {'≈': '≈ agrees with the printed value',
+WORDS = {
+    '≈': '≈ agrees with the printed value',
     '?': '? undecided: one seed, or an interval that reaches both sides of what would agree'}
 
+# %% ../nbs/01_foundations/39_tables.ipynb #f6c4b454
 def legend_of(
     grid:Grid, # A table
 ) -> list[str]: # One sentence
@@ -268,8 +272,8 @@ def legend_of(
     if any(l.ends for l in lines): parts.append('in brackets its 95 % interval over seeds')
     parts += [w for m,w in WORDS.items() if m in {l.mark for l in lines}]
     if any(l.best for l in lines):
-        parts.append('the best of ours is bold'+', as is what the paper prints in bold'*any(c.bold
-            for c in grid.cells.values()))
+        parts.append('the best of ours is bold'
+            +', as is what the paper prints in bold'*any(c.bold for c in grid.cells.values()))
     if not all(c.lines for c in grid.cells.values()): parts.append('– was not run')
     way = f"{heading(grid.shape, 'metric', m)}: " if 'metric' not in grid.shape.down+grid.shape.across else ''
     return [f'{way}each cell: '.capitalize()+'; '.join(parts)+'. ↑: higher is better; ↓: lower is better.']
