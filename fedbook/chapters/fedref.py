@@ -79,6 +79,7 @@ def comparison_setting(
     batch_size:int=256, # Samples a step
     lr:float=.05, # Learning rate
     optimiser:str='sgd', # A name in `fedbook.optim.OPTIMISERS`
+    momentum:float=0., # Of the optimiser
     task:str='asymmetric', # A name in `fedbook.tasks.TASKS`
     loss:dict={}, # Settings of the task
     method:dict={}, # Other hyper-parameters of the algorithm
@@ -95,7 +96,8 @@ def comparison_setting(
     return Setting(**{'validation': 0., **scored, **given,
         'partition': dict(given['partition'], n_clients=clients[0])}, method={**m, **method},
         protocol=dict(rounds=rounds, per_round=clients[1], evaluate_every=evaluate_every),
-        local=dict(epochs=epochs, batch_size=batch_size, optimiser=dict(name=optimiser, lr=lr),
+        local=dict(epochs=epochs, batch_size=batch_size,
+        optimiser=dict(name=optimiser, lr=lr, **(dict(momentum=momentum) if momentum else {})),
         task=dict(name=task, **how, **loss)))
 
 # %% ../../nbs/02_methods/75_chapter_fedref.ipynb #388d6ccd
