@@ -69,6 +69,8 @@ ALGORITHMS = {'FedAvg': dict(name='fedavg'), 'FedProx': dict(name='fedprox', mu=
     'FedCSPACK': dict(name='fedcspack', size=1024), 'MOON, own μ': dict(name='moon', mu=1., tau=.5),
     'FedDBE, own κ': dict(name='feddbe', kappa=50.), 'local only': dict(name='localonly')}
 CHOSEN = {'FedDBE': dict(kappa=1.), 'MOON': dict(mu=.1)} # by the validation accuracy on Fashion-MNIST
+
+# %% ../../nbs/02_methods/40_chapter_fedcspack.ipynb #a13723d3
 NATURAL = {'FedDBE': 'personal_accuracy', 'FedDBE, own κ': 'personal_accuracy', 'FedAS': 'personal_accuracy',
     'FedPAC': 'personal_accuracy', 'FedALA': 'personal_accuracy', 'FedSPU': 'personal_accuracy',
     'FedCSPACK': 'personal_accuracy', 'local only': 'personal_accuracy'}
@@ -112,6 +114,7 @@ def sent(
     "The bytes of a run"
     return sum(v for r,_,m,v in record['rows'] if m==way and (r==0)==opening)
 
+# %% ../../nbs/02_methods/40_chapter_fedcspack.ipynb #e5599c04
 def per_client(record:dict, way:str) -> float:
     """The bytes per round and client that is drawn, where 10 of 100 are;
     what goes to clients that are not drawn counts, too"""

@@ -245,6 +245,7 @@ def clocked(f) -> float: # Seconds
     start = time.perf_counter(); f()
     return time.perf_counter()-start
 
+# %% ../../nbs/02_methods/75_chapter_fedref.ipynb #f07b42cb
 def round_costs(
     fed:Federation, # A run, some of whose rounds are done or none
     state:dict, # Its state

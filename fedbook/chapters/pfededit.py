@@ -76,6 +76,7 @@ def n_edits(
         f'ratio is a share of the layers in percent, above 0 and at most 100, not {ratio}.')
     return max(1, ceil(round(ratio*n_layers(json.dumps(model, sort_keys=True))/100, 6)))
 
+# %% ../../nbs/02_methods/69_chapter_pfededit.ipynb #550d19f3
 @lru_cache(maxsize=None)
 def n_layers(model:str, rule:str='released') -> int:
     return len(candidate_layers(Net(build(**{**json.loads(model), 'pretrained': False})), rule))
@@ -121,6 +122,7 @@ MEASURES = {'Accuracy': 'accuracy', 'Loss': 'loss', 'TE score': 'te', 'Predictio
 VARIED = dict(ratio=lambda v: dict(ratio=v), p=lambda v: dict(p=v),
     measure=lambda v: dict(by=choose(v, MEASURES, 'measure')), layers=lambda v: dict(layers=v.lower()))
 
+# %% ../../nbs/02_methods/69_chapter_pfededit.ipynb #ac601b87
 def contender(
     coordinate:str, # 'algorithm', or a name in `VARIED`
     value, # A name in `ALGORITHMS`, or a value of that setting; a ratio of 0 is FedAvg
@@ -146,6 +148,7 @@ def converged(record:dict) -> dict:
     return dict(record, rows=record['rows']
         + [[max(curve_of(record, 'personal_accuracy')), None, 'rounds', float(ways(record)['chosen'][1])]])
 
+# %% ../../nbs/02_methods/69_chapter_pfededit.ipynb #c7818d04
 def exceeded(
     record:dict, # A run
     targets:list, # Accuracies in percent

@@ -139,6 +139,7 @@ def restarted(
 SENSITIVITY = dict(intended=dict(kind='fisher', schedule='exponential'),
     released=dict(kind='gradient', schedule='overwrite'), printed={})
 
+# %% ../../nbs/02_methods/20_chapter_ptalos.ipynb #d9b4f71f
 def central_editing(
     variant:str, # 'intended', 'released' or 'printed'
     mode:str, # 'head' or 'full'
@@ -161,6 +162,7 @@ CASES = {'FedProx with FedAvg': dict(name='fedprox', mu=.1),
     'Yogi with standard clients': dict(name='fedyogi', eta=.01),
     'FedProx with Yogi': dict(name='fedyogi+fedprox', eta=.01, mu=.1)}
 
+# %% ../../nbs/02_methods/20_chapter_ptalos.ipynb #5172ee81
 def regularised(
     variant:str, # 'intended' or 'released'
     case:str, # A name in `CASES`
