@@ -91,8 +91,8 @@ def comparison_setting(
     method:dict={}, # Other hyper-parameters of the algorithm
     validation:float=0., # Share of the training images that is kept for choices
     **settings, # `data`, `model`, `input` of a `Setting`
-) -> Setting: # One cell of a table of paper 003
-    """A method as in the tables and figures of paper 003;
+) -> Setting: # One cell of a table of the FedCSPACK paper
+    """A method as in the tables and figures of the FedCSPACK paper;
     raises `Refused` for an unknown algorithm or protocol"""
     m = choose(algorithm, ALGORITHMS, 'algorithm') | CHOSEN.get(algorithm,
         {}) | (dict(variant=variant) if algorithm=='FedCSPACK' else {}) | method

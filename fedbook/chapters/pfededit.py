@@ -99,8 +99,8 @@ def edited_setting(
     held:float=.1, # Share of each client's samples to choose a round by
     method:dict={}, # Other hyper-parameters of the algorithm
     **settings, # `data`, `model`, `input`, `partition` … of a `Setting`
-) -> Setting: # One cell of a table of paper 001
-    "A method as in the tables and figures of paper 001; raises `Refused` for an unknown algorithm"
+) -> Setting: # One cell of a table of the PFedEdit paper
+    "A method as in the tables and figures of the PFedEdit paper; raises `Refused` for an unknown algorithm"
     model = settings.get('model', dict(name='softmax'))
     own = (dict(k=n_edits(model, ratio), p=p, by=by, layers=layers, variant=variant) if algorithm=='PFedEdit'
         else dict(rounds=rounds) if algorithm=='CD²-pFed' else dict(distilling=min(15, rounds))
