@@ -86,8 +86,8 @@ def comparison_setting(
     evaluate_every:int=1, # Rounds from one scoring to the next
     **settings, # `data`, `model`, `input`, `partition`, … of a `Setting`
 ) -> Setting: # One cell of Tables III to VI
-    """A method as in the tables of the FedRef paper, each class scored in every round, and distances of masks;
-    raises `Refused` for an unknown algorithm"""
+    """A method as in the tables of the FedRef paper, each class scored in every round, and distances
+    of masks; raises `Refused` for an unknown algorithm"""
     m = {**choose(algorithm, ALGORITHMS, 'algorithm')}
     if algorithm=='FedRef': m.update(variant=variant, **(RELEASED if variant=='released' else {}))
     partition = dict(name='dirichlet', alpha=alpha) if alpha else dict(name='iid')
