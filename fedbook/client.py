@@ -69,7 +69,7 @@ def end_client(
     with draws(fed, c, 'finish'): message,memory = fed.method.finish(w, c)
     # those that stay local or are dropped are not sent
     travel = dict(buffers=c.buffers) if c.buffers and fed.protocol.buffers=='average' else {}
-    # who has nothing to say sends nothing
+    # a client with nothing to say sends nothing
     down,up = (nbytes({**m, **travel}) if m or travel else 0 for m in (c.message, message))
     return dict(message=message, memory=memory, buffers=c.buffers, loss=losses.mean().item(),
         down=down, up=up)

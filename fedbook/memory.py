@@ -21,6 +21,7 @@ from .tensors import unstack, stack_tensors, flatten, leaves, stack
 # %% ../nbs/01_foundations/06_memory.ipynb #4f79641b
 IN_RAM = 2**26 # Bytes of all rows together that are not mapped from files
 
+# %% ../nbs/01_foundations/06_memory.ipynb #253ba822
 def reserve(f, n:int):
     "Make a file as long as `n` bytes at least"
     if hasattr(os, 'posix_fallocate'): os.posix_fallocate(f.fileno(), 0, n)

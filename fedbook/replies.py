@@ -88,7 +88,7 @@ def usable(
 
 # %% ../nbs/01_foundations/33_replies.ipynb #7774e2c5
 def flawed(fed, state, i, reply, r):
-    "Has the method a reason of its own not to aggregate a message?"
+    "Does the method have a reason of its own not to aggregate a message?"
     if is_default(fed.method, 'flaw'): return False
     why = fed.method.flaw(state['server'], reply['message'])
     if why: set_aside(fed, r, i, why)

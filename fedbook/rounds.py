@@ -197,8 +197,8 @@ def run_in_lockstep(
 
 # %% ../nbs/01_foundations/35_rounds.ipynb #7e763092
 def alike(asked:dict) -> list:
-    """Who asks for the same work by the same method:
-    runs may be in different stages, or have come to their scores"""
+    """Runs that ask for the same work by the same method;
+    others may be in another stage, or have come to their scores"""
     groups = {}
     for k,(fed,*_,work) in asked.items():
         groups.setdefault((repr(fed.method), repr(fed.local), work), []).append(k)

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['Job', 'plan', 'changed', 'notebook_parameters', 'check_parameters', 'check_values', 'mark', 'run_job', 'forget_paths',
-           'manager', 'execute', 'reason', 'worker', 'reproduce', 'clear', 'how_far', 'show_progress', 'state',
-           'duration', 'cost', 'index']
+           'manager', 'execute', 'reason', 'worker', 'reproduce', 'clear', 'duration', 'how_far', 'show_progress',
+           'state', 'cost', 'index']
 
 # %% ../nbs/01_foundations/60_runner.ipynb #b59ad034
 from concurrent.futures import ProcessPoolExecutor, wait
@@ -236,6 +236,13 @@ def clear(
     if not resume and (job.folder/'rows.jsonl').exists():
         os.replace(job.folder/'rows.jsonl', job.folder/'rows.previous.jsonl')
 
+# %% ../nbs/01_foundations/60_runner.ipynb #6b5bc00e
+def duration(
+    t:float, # Seconds
+) -> str: # E.g. '13 min'
+    "A time in the largest unit that keeps two digits"
+    return f'{t:.0f} s' if t < 120 else f'{t/60:.0f} min' if t < 7200 else f'{t/3600:.1f} h'
+
 # %% ../nbs/01_foundations/60_runner.ipynb #fcf6eb6a
 def how_far(
     job:Job, # A table that is being made
@@ -282,13 +289,6 @@ def state(
         return dict(state='done', seconds=about['seconds'], device=', '.join(about.get('device', [])))
     if (folder/'failed.ipynb').exists(): return dict(state='failed')
     return dict(state='stopped' if (folder/'rows.jsonl').exists() else 'not run')
-
-# %% ../nbs/01_foundations/60_runner.ipynb #6b5bc00e
-def duration(
-    t:float, # Seconds
-) -> str: # E.g. '13 min'
-    "A time in the largest unit that keeps two digits"
-    return f'{t:.0f} s' if t < 120 else f'{t/60:.0f} min' if t < 7200 else f'{t/3600:.1f} h'
 
 # %% ../nbs/01_foundations/60_runner.ipynb #44f7aea9
 def cost(

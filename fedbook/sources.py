@@ -77,6 +77,7 @@ def read(
 @lru_cache(maxsize=None)
 def installed(path:str) -> bool: return any(f'{p}-packages' in Path(path).parts for p in ('site','dist'))
 
+# %% ../nbs/01_foundations/07_sources.ipynb #654e914e
 def counts(
     module:str, # A full name
     ours:frozenset=frozenset({'fedbook'}), # Packages that count although they are installed

@@ -64,6 +64,7 @@ def leaves(
     return {k: leaves(f, *(t[k] for t in trees)) if isinstance(v, dict) else f(*(t[k] for t in trees))
         for k,v in trees[0].items()}
 
+# %% ../nbs/01_foundations/03_tensors.ipynb #482e8777
 def clone(tree:dict) -> dict: # The same values in memory of their own
     "A copy that can be changed without changing `tree`"
     return leaves(torch.clone, tree)
@@ -71,6 +72,7 @@ def clone(tree:dict) -> dict: # The same values in memory of their own
 # %% ../nbs/01_foundations/03_tensors.ipynb #3e9163fc
 class Unlike(ValueError): "Trees with other names, or tensors of other shapes or types, cannot be stacked"
 
+# %% ../nbs/01_foundations/03_tensors.ipynb #a7abd3de
 def stack(
     trees:list[dict], # Alike
 ) -> dict: # Each leaf [trees, …]; not to be changed in place
@@ -78,6 +80,7 @@ def stack(
     if not alike(trees): raise Unlike('its clients have received or remember different things')
     return leaves(lambda *ts: stack_tensors(ts), *trees)
 
+# %% ../nbs/01_foundations/03_tensors.ipynb #7b403575
 def alike(trees:list[dict]) -> bool:
     "Have they the same names?"
     first,*rest = trees

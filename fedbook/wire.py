@@ -91,6 +91,7 @@ def length(cast:str, *parts) -> int:
     return len(encode({k: torch.zeros(v, dtype=kind) if isinstance(kind, torch.dtype) else v
         for k,v,kind in parts}, cast))
 
+# %% ../nbs/01_foundations/05_wire.ipynb #4468df4e
 def nbytes(
     message:dict, # As for `encode`
     cast:str='', # As for `encode`

@@ -69,6 +69,8 @@ ALGORITHMS = {'FedAvg': dict(name='fedavg'), 'FedProx': dict(name='fedprox', mu=
     'FedCSPACK': dict(name='fedcspack', size=1024), 'MOON, own μ': dict(name='moon', mu=1., tau=.5),
     'FedDBE, own κ': dict(name='feddbe', kappa=50.), 'local only': dict(name='localonly')}
 CHOSEN = {'FedDBE': dict(kappa=1.), 'MOON': dict(mu=.1)} # by the validation accuracy on Fashion-MNIST
+
+# %% ../../nbs/02_methods/40_chapter_fedcspack.ipynb #a13723d3
 NATURAL = {'FedDBE': 'personal_accuracy', 'FedDBE, own κ': 'personal_accuracy', 'FedAS': 'personal_accuracy',
     'FedPAC': 'personal_accuracy', 'FedALA': 'personal_accuracy', 'FedSPU': 'personal_accuracy',
     'FedCSPACK': 'personal_accuracy', 'local only': 'personal_accuracy'}
@@ -89,8 +91,8 @@ def comparison_setting(
     method:dict={}, # Other hyper-parameters of the algorithm
     validation:float=0., # Share of the training images that is kept for choices
     **settings, # `data`, `model`, `input` of a `Setting`
-) -> Setting: # One cell of a table of paper 003
-    """A method as in the tables and figures of paper 003;
+) -> Setting: # One cell of a table of the FedCSPACK paper
+    """A method as in the tables and figures of the FedCSPACK paper;
     raises `Refused` for an unknown algorithm or protocol"""
     m = choose(algorithm, ALGORITHMS, 'algorithm') | CHOSEN.get(algorithm,
         {}) | (dict(variant=variant) if algorithm=='FedCSPACK' else {}) | method
@@ -112,6 +114,7 @@ def sent(
     "The bytes of a run"
     return sum(v for r,_,m,v in record['rows'] if m==way and (r==0)==opening)
 
+# %% ../../nbs/02_methods/40_chapter_fedcspack.ipynb #e5599c04
 def per_client(record:dict, way:str) -> float:
     """The bytes per round and client that is drawn, where 10 of 100 are;
     what goes to clients that are not drawn counts, too"""

@@ -79,14 +79,15 @@ def comparison_setting(
     batch_size:int=256, # Samples a step
     lr:float=.05, # Learning rate
     optimiser:str='sgd', # A name in `fedbook.optim.OPTIMISERS`
+    momentum:float=0., # Of the optimiser
     task:str='asymmetric', # A name in `fedbook.tasks.TASKS`
     loss:dict={}, # Settings of the task
     method:dict={}, # Other hyper-parameters of the algorithm
     evaluate_every:int=1, # Rounds from one scoring to the next
     **settings, # `data`, `model`, `input`, `partition`, … of a `Setting`
 ) -> Setting: # One cell of Tables III to VI
-    """A method as in the tables of paper 004, each class scored in every round, and distances of masks;
-    raises `Refused` for an unknown algorithm"""
+    """A method as in the tables of the FedRef paper, each class scored in every round, and distances
+    of masks; raises `Refused` for an unknown algorithm"""
     m = {**choose(algorithm, ALGORITHMS, 'algorithm')}
     if algorithm=='FedRef': m.update(variant=variant, **(RELEASED if variant=='released' else {}))
     partition = dict(name='dirichlet', alpha=alpha) if alpha else dict(name='iid')
@@ -95,7 +96,8 @@ def comparison_setting(
     return Setting(**{'validation': 0., **scored, **given,
         'partition': dict(given['partition'], n_clients=clients[0])}, method={**m, **method},
         protocol=dict(rounds=rounds, per_round=clients[1], evaluate_every=evaluate_every),
-        local=dict(epochs=epochs, batch_size=batch_size, optimiser=dict(name=optimiser, lr=lr),
+        local=dict(epochs=epochs, batch_size=batch_size,
+        optimiser=dict(name=optimiser, lr=lr, **(dict(momentum=momentum) if momentum else {})),
         task=dict(name=task, **how, **loss)))
 
 # %% ../../nbs/02_methods/75_chapter_fedref.ipynb #388d6ccd
@@ -129,7 +131,7 @@ def ablation(
     variant:str='intended', # 'intended', 'released' or 'printed'
     **settings, # Of `comparison_setting`
 ) -> Setting: # One cell of Table III
-    "FedRef with other λ and p, as in Table III of paper 004"
+    "FedRef with other λ and p, as in Table III of the FedRef paper"
     return comparison_setting('FedRef', variant, method=dict(lam=lam, p=p), **settings)
 
 # %% ../../nbs/02_methods/75_chapter_fedref.ipynb #b6733fe0
@@ -191,7 +193,7 @@ def as_rounds(
     record:dict, # A run
     aims:dict, # What a threshold is called, to the threshold in the paper's words
 ) -> list[dict]: # A record per threshold, its cell with `reached`
-    "A run as the tables of paper 004 print it"
+    "A run as the tables of the FedRef paper print it"
     last = record['setting']['protocol']['rounds']
     lost = [[last, None, 'forgotten', forgetting(record)[1]]]*any(m=='class_accuracy'
         for *_,m,_ in record['rows'])
@@ -203,7 +205,7 @@ def relative_cost(
     costs:dict, # Method to 2bγ
     eps:float=1., # ε
 ) -> dict: # Method to E
-    "The relative communication cost of paper 004, Eq. 17"
+    "The relative communication cost of the FedRef paper, Eq. 17"
     low,high = min(costs.values()),max(costs.values())
     require(high > low,
         'All methods cost the same, and Eq. 17 divides by the difference of the dearest and the cheapest; '
@@ -243,6 +245,7 @@ def clocked(f) -> float: # Seconds
     start = time.perf_counter(); f()
     return time.perf_counter()-start
 
+# %% ../../nbs/02_methods/75_chapter_fedref.ipynb #f07b42cb
 def round_costs(
     fed:Federation, # A run, some of whose rounds are done or none
     state:dict, # Its state

@@ -82,6 +82,8 @@ STRATEGIES = {'FT': dict(name='ft'), 'Proximal FT': dict(name='proximalft'), 'So
 # %% ../../nbs/02_methods/55_chapter_lpft.ipynb #d226046b
 KINDS = [k for k in SHIFTS if k not in ('label_flip','rotate','colour','negative','none')]
 CORRUPTIONS = [dict(name=k, severity=s) for s in (1, 3, 5) for k in KINDS][:50]
+
+# %% ../../nbs/02_methods/55_chapter_lpft.ipynb #4723c03d
 WORLDS = {'CIFAR10-C': dict(data='cifar10', partition=dict(name='iid', n_clients=50), shift=CORRUPTIONS),
     'CIFAR100-C': dict(data='cifar100', partition=dict(name='iid', n_clients=50), shift=CORRUPTIONS),
     'Digit5': dict(data='digit5', partition=dict(name='natural', group='domain', n_clients=5)),
@@ -124,6 +126,7 @@ def part(d:Dataset, n_train:int, n_test:int) -> Dataset:
     return Dataset(d.name, d.train_x[:n_train], d.train_y[:n_train], d.test_x[:n_test], d.test_y[:n_test],
         classes=d.classes, source=d.source)
 
+# %% ../../nbs/02_methods/55_chapter_lpft.ipynb #68a7f555
 def digit5(
     sources:list=('mnist','usps','mnist_m_regenerated'), # Data sets of digits
     n_train:int=6000, # Training images of each, at most
@@ -187,6 +190,7 @@ INTEGRATED = {'FedBN (Li et al., 2021)': 'fedbn', 'PerAvg (Fallah et al., 2020)'
     'FedL2G (Zhang et al., 2024)': 'fedl2g', 'LP-FT (ours)': ''}
 SMALL = 'mlp','cnn' # Networks without layers that normalise
 
+# %% ../../nbs/02_methods/55_chapter_lpft.ipynb #0dc63a08
 def schedules(
     rounds:int, # Of a run
 ) -> dict: # Method to settings

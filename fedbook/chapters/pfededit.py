@@ -76,6 +76,7 @@ def n_edits(
         f'ratio is a share of the layers in percent, above 0 and at most 100, not {ratio}.')
     return max(1, ceil(round(ratio*n_layers(json.dumps(model, sort_keys=True))/100, 6)))
 
+# %% ../../nbs/02_methods/69_chapter_pfededit.ipynb #550d19f3
 @lru_cache(maxsize=None)
 def n_layers(model:str, rule:str='released') -> int:
     return len(candidate_layers(Net(build(**{**json.loads(model), 'pretrained': False})), rule))
@@ -98,8 +99,8 @@ def edited_setting(
     held:float=.1, # Share of each client's samples to choose a round by
     method:dict={}, # Other hyper-parameters of the algorithm
     **settings, # `data`, `model`, `input`, `partition` … of a `Setting`
-) -> Setting: # One cell of a table of paper 001
-    "A method as in the tables and figures of paper 001; raises `Refused` for an unknown algorithm"
+) -> Setting: # One cell of a table of the PFedEdit paper
+    "A method as in the tables and figures of the PFedEdit paper; raises `Refused` for an unknown algorithm"
     model = settings.get('model', dict(name='softmax'))
     own = (dict(k=n_edits(model, ratio), p=p, by=by, layers=layers, variant=variant) if algorithm=='PFedEdit'
         else dict(rounds=rounds) if algorithm=='CD²-pFed' else dict(distilling=min(15, rounds))
@@ -121,6 +122,7 @@ MEASURES = {'Accuracy': 'accuracy', 'Loss': 'loss', 'TE score': 'te', 'Predictio
 VARIED = dict(ratio=lambda v: dict(ratio=v), p=lambda v: dict(p=v),
     measure=lambda v: dict(by=choose(v, MEASURES, 'measure')), layers=lambda v: dict(layers=v.lower()))
 
+# %% ../../nbs/02_methods/69_chapter_pfededit.ipynb #ac601b87
 def contender(
     coordinate:str, # 'algorithm', or a name in `VARIED`
     value, # A name in `ALGORITHMS`, or a value of that setting; a ratio of 0 is FedAvg
@@ -146,6 +148,7 @@ def converged(record:dict) -> dict:
     return dict(record, rows=record['rows']
         + [[max(curve_of(record, 'personal_accuracy')), None, 'rounds', float(ways(record)['chosen'][1])]])
 
+# %% ../../nbs/02_methods/69_chapter_pfededit.ipynb #c7818d04
 def exceeded(
     record:dict, # A run
     targets:list, # Accuracies in percent

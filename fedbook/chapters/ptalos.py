@@ -93,7 +93,7 @@ def frozen_baseline(
     classes:int=None, # Classes per client N_c, `None` for IID
     **settings, # `data`, `model`, `input` of a `Setting`
 ) -> Setting: # One cell of Tables 6 and 7
-    "FedAvg on a frozen backbone as in Tables 6 and 7 of paper 000"
+    "FedAvg on a frozen backbone as in Tables 6 and 7 of the pTaLoS paper"
     scheme = dict(name='shards_with_replacement' if variant=='released' else 'classes_per_client',
         classes=classes) if classes else dict(name='iid')
     sgd = dict(name='sgd', lr=.03, momentum=.9, weight_decay=1e-4)
@@ -112,7 +112,7 @@ def centralised(
     precision:str='float32', # Of the network's layers in training, or 'bf16'
     **settings, # `data`, `model`, `input`, `frozen`, `validation` of a `Setting`
 ) -> Setting: # One client that holds all data
-    "Centralised training as in Tables 4 and 5 of paper 000"
+    "Centralised training as in Tables 4 and 5 of the pTaLoS paper"
     how = dict(epochs=epochs, batch_size=batch_size, label_smoothing=.1, optimiser=optimiser,
         schedule=schedule, precision=precision)
     return Setting(partition=dict(name='iid', n_clients=1), protocol=dict(rounds=rounds, per_round=1),
@@ -139,6 +139,7 @@ def restarted(
 SENSITIVITY = dict(intended=dict(kind='fisher', schedule='exponential'),
     released=dict(kind='gradient', schedule='overwrite'), printed={})
 
+# %% ../../nbs/02_methods/20_chapter_ptalos.ipynb #d9b4f71f
 def central_editing(
     variant:str, # 'intended', 'released' or 'printed'
     mode:str, # 'head' or 'full'
@@ -148,7 +149,7 @@ def central_editing(
     lr:float=5e-5, # Learning rate
     **settings, # `data`, `model`, `input`, … of a `Setting`
 ) -> Setting: # One cell of Table 5
-    "TaLoS on all data as in Table 5 of paper 000"
+    "TaLoS on all data as in Table 5 of the pTaLoS paper"
     optimiser = dict(name='sgd', momentum=.9) if mode=='head' else dict(name='adamw')
     edit = dict(name='talos', mode=mode, sparsity=sparsity, keep=keep, variant=variant,
         **SENSITIVITY[variant])
@@ -161,13 +162,14 @@ CASES = {'FedProx with FedAvg': dict(name='fedprox', mu=.1),
     'Yogi with standard clients': dict(name='fedyogi', eta=.01),
     'FedProx with Yogi': dict(name='fedyogi+fedprox', eta=.01, mu=.1)}
 
+# %% ../../nbs/02_methods/20_chapter_ptalos.ipynb #5172ee81
 def regularised(
     variant:str, # 'intended' or 'released'
     case:str, # A name in `CASES`
     classes:int=50, # Classes per client N_c
     **settings, # `data`, `model`, `input` of a `Setting`
 ) -> Setting: # One cell of Table 8
-    "A regularised method on a frozen backbone as in Table 8 of paper 000"
+    "A regularised method on a frozen backbone as in Table 8 of the pTaLoS paper"
     return replace(frozen_baseline(variant, 4, 8, classes, **settings), method=CASES[case])
 
 # %% ../../nbs/02_methods/20_chapter_ptalos.ipynb #b6b44702
@@ -185,7 +187,7 @@ def edit(
     layer_batches:int=4, # Batches that a block is judged by
     batches:int=4, # Batches that a calibration round looks at; the released code has 3
 ) -> dict: # A method's name and settings
-    "What a client edits in Tables 9 and 10 of paper 000"
+    "What a client edits in Tables 9 and 10 of the pTaLoS paper"
     m = dict(ALGORITHMS[algorithm], sparsity=.6, keep=keep,
         batches=min(batches, 3) if variant=='released' else batches, variant=variant, **SENSITIVITY[variant])
     if m['name']=='ptalos':
@@ -214,7 +216,7 @@ def editing(
     deterministic:int=None, k:int=3, layer_batches:int=4, batches:int=4, # As in `edit`
     **settings, # `data`, `model`, `input`, `validation` of a `Setting`
 ) -> Setting: # One cell of Tables 9 and 10
-    "Federated editing as in Tables 9 and 10 of paper 000"
+    "Federated editing as in Tables 9 and 10 of the pTaLoS paper"
     scheme = dict(name='shards_with_replacement' if variant=='released' else 'classes_per_client',
         classes=classes, n_clients=clients[0])
     adamw = dict(name='adamw', lr=lr, weight_decay=.025)

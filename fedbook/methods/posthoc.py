@@ -170,8 +170,7 @@ def volume(
 # %% ../../nbs/02_methods/50_posthoc.ipynb #aafa4e74
 @dataclass(frozen=True)
 class LSSFT(FT):
-    """Vertices of a simplex, all but the first trained as mixtures (Chen et al. 2024;
-    LP-FT paper, section 3.2)"""
+    "Vertices of a simplex, all but the first trained as mixtures (Chen et al. 2024; LP-FT, section 3.2)"
     vertices: int = setting(3, 'models', paper=3, released=3, low=1)
     first: int = setting(13, 'epochs of the first model', released=8, low=1)
     further: int = setting(1, 'epochs of each other model but the last, '

@@ -96,8 +96,7 @@ def lowest_losses(
 # %% ../../nbs/02_methods/11_ptalos.ipynb #4fe9826a
 @dataclass(frozen=True)
 class PTaLoS(TaLoSProx):
-    """TaLoSProx whose clients turn by a schedule to editing their best k blocks only (pTaLoS paper,
-    Algorithm 1)"""
+    "TaLoSProx whose clients turn by a schedule to editing their best k blocks only (pTaLoS, Algorithm 1)"
     k: int = setting(3, 'blocks that a client edits', paper=3, released=3, low=1)
     layer_batches: int = setting(4, 'batches that a block is judged by', released=4, low=1)
     criterion: str = 'step' # Of the choice: 'step', 'skip', or 'released', which is chance

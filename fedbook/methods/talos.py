@@ -167,8 +167,7 @@ def sparse_flaw(message:dict, base:dict) -> str: # Empty where there is none
 # %% ../../nbs/02_methods/10_talos.ipynb #fa5d5a56
 @dataclass(frozen=True)
 class TaLoS(FedAvg):
-    """FedAvg that trains the least or most sensitive weights only (pTaLoS paper, section 3; Iurada et al.
-    2025)"""
+    "FedAvg that trains the least or most sensitive weights only (pTaLoS, section 3; Iurada et al. 2025)"
     ragged = 'values','mask'
     sparsity: float = setting(.6, 'share of the weights that do not train', paper=.6, released=.6)
     keep: str = 'most' # The 'least' or the 'most' sensitive weights train
