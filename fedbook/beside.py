@@ -37,6 +37,7 @@ def given(
     usual = type(m)().settings()
     return {k: v for k,v in m.settings().items() if v!=usual[k]}
 
+# %% ../nbs/01_foundations/53_beside.ipynb #67f0f794
 def label(
     m:FedAvg, # A method
 ) -> str: # E.g. 'FedProx, mu=1.0'
@@ -86,6 +87,7 @@ def draw_curves(ax, curves:list, color:str, label:str, ls:str='-'):
     ax.plot(list(curves[0]), [fmean(c[r] for c in curves) for r in curves[0]], color=color, ls=ls,
         lw=2.2, label=label)
 
+# %% ../nbs/01_foundations/53_beside.ipynb #f93e4c55
 def draw_bytes(ax, sent:dict, looks:dict):
     "Beside each other, what clients and what the server send"
     width = .8/len(sent)
@@ -96,6 +98,7 @@ def draw_bytes(ax, sent:dict, looks:dict):
     ax.margins(y=.12)
     ax.grid(False, axis='x')
 
+# %% ../nbs/01_foundations/53_beside.ipynb #46f6666e
 def megabytes(rows:list, way:str) -> float: # Of a run, the mean over seeds
     "What is sent in all rounds"
     return fmean(sum(v for *_,m,v in r if m==way) for r in rows)/1e6

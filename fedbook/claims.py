@@ -124,11 +124,11 @@ class Test:
 # %% ../nbs/01_foundations/42_claims.ipynb #2e8960e0
 def near_chance(metric:str, cells:list) -> bool: return metric in METRICS and all(map(at_chance, cells))
 
-# %% ../nbs/01_foundations/42_claims.ipynb #86d66da2
+# %% ../nbs/01_foundations/42_claims.ipynb #4d4f7fde
 # Runs that may be compared have the same
 def like(runs:list) -> set: return {(r['model'], r['data']) for r in runs}
 
-# %% ../nbs/01_foundations/42_claims.ipynb #af8d98f7
+# %% ../nbs/01_foundations/42_claims.ipynb #95a63534
 def in_order(
     claim:Claim, # A claim of pairs
     records:list[dict], # Runs of its table and of one variant
@@ -223,7 +223,7 @@ def ranks(x) -> np.ndarray: # Equal values share the mean of theirs
     from scipy.stats import rankdata
     return rankdata(x, axis=-1)
 
-# %% ../nbs/01_foundations/42_claims.ipynb #ce733a05
+# %% ../nbs/01_foundations/42_claims.ipynb #95c4953f
 def rise(
     x, # Numbers, of which only the order counts
     y, # As many numbers; or an array, the points along its last axis
@@ -233,7 +233,7 @@ def rise(
     require(r.any(), 'A correlation needs two different values of x.')
     return np.asarray(y, float)@r/(r@r)
 
-# %% ../nbs/01_foundations/42_claims.ipynb #21b9a19b
+# %% ../nbs/01_foundations/42_claims.ipynb #a3bb73d1
 def spearman(
     x, # Numbers
     y, # As many numbers
@@ -280,7 +280,7 @@ def of_clients(
     rows = [(r, c, math.nan if v is None else v) for r,c,m,v in record['rows'] if m==metric and c is not None]
     return {c: v for r,c,v in rows if r==max(rows)[0]}
 
-# %% ../nbs/01_foundations/42_claims.ipynb #594eeaf6
+# %% ../nbs/01_foundations/42_claims.ipynb #1d249535
 def points(
     claim:Correlation, # The claim
     runs:list[dict], # Of one seed
@@ -312,7 +312,7 @@ def trend(
     return [Test(words, Paired.of({s: float(rise(*p)) for s,p in both.items()}, claim.sign), cells,
         near_chance(claim.metric, cells))],1,False
 
-# %% ../nbs/01_foundations/42_claims.ipynb #455fdd7b
+# %% ../nbs/01_foundations/42_claims.ipynb #f3b628f6
 KINDS['correlation'] = Correlation
 
 # %% ../nbs/01_foundations/42_claims.ipynb #5da1254f
@@ -328,7 +328,7 @@ def first_reached(
     if not (v >= 0).any() or there==0 and v[0] > 0: return None
     return float(rounds[0] if there==0 else np.interp(0, v[there-1:there+1], rounds[there-1:there+1]))
 
-# %% ../nbs/01_foundations/42_claims.ipynb #d599a24f
+# %% ../nbs/01_foundations/42_claims.ipynb #dcdf0c42
 def common_level(
     a:dict, # A curve, round to value
     b:dict, # Another
@@ -383,7 +383,7 @@ class Margin(Claim):
             for a,b in self.pairs])), 6) >= self.margin
     def tests(self, runs): return on_average(self, runs)
 
-# %% ../nbs/01_foundations/42_claims.ipynb #a33fcf2a
+# %% ../nbs/01_foundations/42_claims.ipynb #c91eee1f
 def on_average(
     claim:Margin, # The claim
     records:list[dict], # Runs of its table and of one variant
@@ -397,5 +397,5 @@ def on_average(
     return [Test(f'mean of {len(each)} of {asked} differences, less {claim.margin:g}',
         Paired.of(gaps, claim.sign), cells, near_chance(claim.metric, cells))],1,unlike
 
-# %% ../nbs/01_foundations/42_claims.ipynb #ae78c84c
+# %% ../nbs/01_foundations/42_claims.ipynb #9f105f3a
 KINDS['margin'] = Margin

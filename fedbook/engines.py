@@ -373,6 +373,7 @@ BUDGET = 1.5 # Seconds after which no further engine is tried, so that a trial t
 SHORT = 10. # Seconds of a run that is not worth a trial
 LONG = .25 # Seconds of a step that no engine makes shorter
 
+# %% ../nbs/01_foundations/38_engines.ipynb #6f5caa74
 def trial(
     fed:Federation, # The run
     clients:int=10, # At most

@@ -29,6 +29,7 @@ def evidence(
 # %% ../nbs/01_foundations/56_ledger.ipynb #3076cbab
 VARIANT = re.compile(r', ((?:intended|released)(?:, to all)?)(?=\W)')
 
+# %% ../nbs/01_foundations/56_ledger.ipynb #187f5b9c
 @dataclass(frozen=True)
 class Line:
     "One verdict: on a claim, or on a statement of a theory"
@@ -69,6 +70,7 @@ def ledger(
 # %% ../nbs/01_foundations/56_ledger.ipynb #759bfba9
 WORDS = ('holds','fails','undecided','of older code')
 
+# %% ../nbs/01_foundations/56_ledger.ipynb #b67a375f
 def word(
     verdicts:list[str], # On one claim, one per variant
 ) -> str: # One of `WORDS`

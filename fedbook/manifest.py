@@ -42,6 +42,7 @@ def experiments() -> dict[str, Experiment]: # Id to experiment
     return {i: Experiment(i, e['title'], e['notebook'], e['timeout'], {p: e[p] for p in PROFILES if p in e})
         for i,e in spec.items()}
 
+# %% ../nbs/01_foundations/51_manifest.ipynb #8263b085
 def experiment(id:str) -> Experiment: # The experiment
     "An experiment by its id; raises `Refused` with the nearest id where there is none"
     return choose(id, experiments(), 'table or figure')
@@ -62,6 +63,7 @@ def figures() -> Path: # `$FEDBOOK_FIGURES`, or figures/ in the checkout
     "Where tables and pictures go"
     return Path(os.environ.get('FEDBOOK_FIGURES') or root()/'figures')
 
+# %% ../nbs/01_foundations/51_manifest.ipynb #fee08fb9
 def changed_name(
     profile:str, # The profile that it began with
     differ:dict, # The parameters that were changed
@@ -69,6 +71,7 @@ def changed_name(
     "What a run with changed parameters is called"
     return f'{profile}-changed-{fingerprint(differ)[:6]}'
 
+# %% ../nbs/01_foundations/51_manifest.ipynb #0ef683ac
 def output_folder(
     id:str, # A table's id
     profile:str, # Which run of it: a profile, or one with changed parameters
@@ -82,6 +85,7 @@ def output_folder(
         check_unchanged(id, profile, asker)
     return figures()/paper/table/profile
 
+# %% ../nbs/01_foundations/51_manifest.ipynb #ca70bfd0
 def changed_runs(id:str) -> list[str]: # E.g. ['laptop-changed-1a2b3c']
     "The runs of a table with changed parameters that have a folder"
     return sorted(p.name for p in output_folder(id, PROFILES[0]).parent.glob('*-changed-??????'))

@@ -36,6 +36,7 @@ def label(
 # %% ../nbs/01_foundations/55_page.ipynb #4411e605
 TAGS = re.compile(r'(<(?:pre|code|script|style)\b.*?</(?:pre|code|script|style)>|<[^>]*>)', re.S)
 
+# %% ../nbs/01_foundations/55_page.ipynb #9d517af0
 def inline(
     text:str, # HTML
 ) -> str: # With MathML
@@ -48,11 +49,10 @@ def inline(
     parts[::2] = [re.sub(r'\$\$([^$]+)\$\$|\$([^$]+)\$', shown, p) for p in parts[::2]]
     return ''.join(parts)
 
-# %% ../nbs/01_foundations/55_page.ipynb #669a454a
+# %% ../nbs/01_foundations/55_page.ipynb #b4aa67c1
 COLOURS = dict(holds='yes', fails='no')
 PRINT = 'in the printed numbers'
 
-# %% ../nbs/01_foundations/55_page.ipynb #b4aa67c1
 def badge(
     verdict:str, # E.g. 'undecided: leans to yes, 3 seeds, about 16 needed'
 ) -> str: # HTML

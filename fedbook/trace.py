@@ -27,9 +27,11 @@ aten = torch.ops.aten
 # %% ../nbs/01_foundations/36_trace.ipynb #203cd73d
 class Unseen(LookupError): "A step looked at what differs between the clients or rounds that share it"
 
+# %% ../nbs/01_foundations/36_trace.ipynb #9c0cd372
 SEEN = 'net','local','message','memory','buffers','phase','trains'
 HIDDEN = {f.name for f in fields(Client)} - set(SEEN)
 
+# %% ../nbs/01_foundations/36_trace.ipynb #6d48c58d
 class Shared(Client):
     "A client as a step sees it that many clients and rounds share"
     def __getattribute__(self, name):
@@ -133,6 +135,7 @@ def idle(n, x) -> bool:
     return (n.target in SAME_SHAPE or (n.target is aten.mul.Scalar and n.args[1]==1)
         or (n.target is aten.mul.Tensor and ones(n.args[1])))
 
+# %% ../nbs/01_foundations/36_trace.ipynb #1ac8d132
 def ones(n) -> bool:
     "Is it the gradient of the loss by itself?"
     while getattr(n, 'target', None) in SAME_SHAPE: n = n.args[0]
@@ -334,6 +337,7 @@ def list_for(bound, n, flat, x, y):
         lists[key] = finished(bound.step, n, bound.spec, *flat, x, y, number(1., x.device), phase=bound.phase)
     return lists[key]
 
+# %% ../nbs/01_foundations/36_trace.ipynb #bd324938
 @lru_cache(maxsize=1024)
 def number(scale, device): return torch.tensor(scale, dtype=torch.float64, device=device)
 

@@ -35,6 +35,7 @@ def shortened(
 # %% ../nbs/01_foundations/52_unchanged.ipynb #eb3aec3c
 def few(samples): return samples and tuple(t[:300] for t in samples)
 
+# %% ../nbs/01_foundations/52_unchanged.ipynb #2e5846a9
 def cut(d): # A `FederatedData`, of whatever code
     """The first samples of each client and of all test images;
     who is scored on none of these is scored on the first"""
