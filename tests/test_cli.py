@@ -281,3 +281,9 @@ def test_progress_says_what_runs_and_is_complete_only_when_all_is_done(tmp_path)
     os.utime(jobs[0].folder/'progress.json', (time.time()-750,)*2); assert '3/24, 40 s left' in shown()[2]
     tell(jobs[0], done=24, total=24, left=0, todo=22, expected=900, now='')
     assert shown()==(24, 26, '000-table7 24/24, 0 s left: drawing') and shown('000-table7')==(25, 26, '') and len(said)==1
+
+def test_a_table_of_hours_is_not_ended_by_the_timeout_of_a_table_of_minutes(monkeypatch):
+    from fedbook import runner
+    monkeypatch.setattr(runner, 'check_values', lambda given: None)
+    night,day = (plan(['002-table2'], p)[0].timeout for p in ('overnight','laptop'))
+    assert night==24*3600 > day
