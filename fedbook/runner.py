@@ -15,8 +15,8 @@ import json, logging, multiprocessing, os, tempfile, threading, time, warnings
 from tqdm.auto import tqdm
 from .errors import nearest, Refused, require
 from .files import writing
-from .manifest import (changed_name, changed_runs, experiment, experiments, figures,
-    output_folder, PROFILES, root)
+from .manifest import (
+    changed_name, changed_runs, experiment, experiments, figures, output_folder, PROFILES, root)
 from .page import Made, notebook_page, page
 
 # %% ../nbs/01_foundations/60_runner.ipynb #31d0ca92
@@ -57,8 +57,8 @@ def changed(
     parameters:dict, # Instead of those
 ) -> dict: # All parameters, with a note on the changed ones
     "Parameters in place of a profile's, and said so; the engine changes no result, and each row names it"
-    given,differ = manifest | parameters,{k: v for k,v in parameters.items() if manifest.get(k)!=v
-        and k!='engine'}
+    given,differ = manifest | parameters,{
+        k: v for k,v in parameters.items() if manifest.get(k)!=v and k!='engine'}
     if not differ: return given
     require(isinstance(given.get('stand_in', {}), dict),
         'The parameter stand_in must be a table of what replaces what, e.g. stand_in={data="..."}.')
@@ -73,11 +73,10 @@ def notebook_parameters(
     "The parameters of a notebook; raises `Refused` where no cell, or more than one, carries the tag"
     import ast
     require(Path(nb).exists(), f'There is no notebook {nb}; the manifest expects it there.')
-    cells = [c for c in json.loads(Path(nb).read_text())['cells']
-        if 'parameters' in c['metadata'].get('tags', [])]
-    require(len(cells)==1,
-        f"{Path(nb).name} has {len(cells)} cells with the tag 'parameters' and must have one; without it "
-        f"papermill would ignore what it is given.")
+    cells = [
+        c for c in json.loads(Path(nb).read_text())['cells'] if 'parameters' in c['metadata'].get('tags', [])]
+    require(len(cells)==1, f"{Path(nb).name} has {len(cells)} cells with the tag 'parameters' and must have "
+        f"one; without it papermill would ignore what it is given.")
     nodes = ast.parse(''.join(cells[0]['source'])).body
     return [t.id for n in nodes for t in (n.targets if isinstance(n, ast.Assign) else [n.target])
         if isinstance(n, (ast.Assign, ast.AnnAssign))]
@@ -91,7 +90,9 @@ def check_parameters(
     known = notebook_parameters(nb)
     for k in given:
         near = nearest(k, known)
-        require(k in known, f'{Path(nb).name} has no parameter {k!r}; '
+        require(
+            k in known,
+            f'{Path(nb).name} has no parameter {k!r}; '
             + (f'did you mean {near!r}?' if near else f'it has {", ".join(known)}.'))
 
 # %% ../nbs/01_foundations/60_runner.ipynb #edc18f1f
@@ -132,7 +133,8 @@ def run_job(
     forget_paths(part)
     os.replace(part, job.folder/'notebook.ipynb')
     (job.folder/'failed.ipynb').unlink(missing_ok=True)
-    done = dict(id=job.id, profile=job.profile, status='ok', seconds=round(time.time()-start, 1),
+    done = dict(
+        id=job.id, profile=job.profile, status='ok', seconds=round(time.time()-start, 1),
         parameters=job.parameters, error='')
     with writing(job.folder/'run.json') as p: p.write_text(json.dumps(done, indent=1))
     return done
@@ -168,10 +170,10 @@ def execute(
     from traitlets.config import Config
     logging.getLogger('papermill').setLevel(logging.ERROR)
     with tempfile.TemporaryDirectory(prefix='fb') as d:
-        papermill.execute_notebook(str(job.notebook), str(to), job.parameters, kernel_name='python3',
-            language='python', cwd=str(job.notebook.parent),
-            kernel_manager_class=manager(), progress_bar=False, autosave_cell_every=30,
-            execution_timeout=job.timeout,
+        papermill.execute_notebook(
+            str(job.notebook), str(to), job.parameters, kernel_name='python3', language='python',
+            cwd=str(job.notebook.parent), kernel_manager_class=manager(), progress_bar=False,
+            autosave_cell_every=30, execution_timeout=job.timeout,
             config=Config(KernelManager=dict(transport='ipc', ip=f'{d}/k')))
 
 # %% ../nbs/01_foundations/60_runner.ipynb #fb5d1731
@@ -179,7 +181,8 @@ def reason(
     e:Exception, # What papermill raised
 ) -> str: # One line
     "Why a notebook failed, in one line"
-    known = dict(DeadKernelError='the kernel died (killed, or out of memory)',
+    known = dict(
+        DeadKernelError='the kernel died (killed, or out of memory)',
         CellTimeoutError='a cell took longer than its timeout')
     if type(e).__name__ in known: return known[type(e).__name__]
     if hasattr(e, 'ename'): return f'{e.ename}: {e.evalue}'
@@ -212,13 +215,15 @@ def reproduce(
     "Make tables; raises `Refused` before any kernel starts if one of them would not run as asked"
     require(workers >= 1, f'-j must be at least 1, not {workers}.')
     jobs,results,known = plan(ids, profile, parameters),[],set()
-    require(rerun or resume,
+    require(
+        rerun or resume,
         'Without rerun the finished runs are all there is; leave out --no-resume or --no-rerun.')
     for j in jobs: clear(j, resume)
     for j in jobs:
         if j.profile!=profile: say(f'{j.id:12} has other parameters than {profile} and goes to {j.folder}')
     workers = min(workers, len(jobs))
-    with ProcessPoolExecutor(workers, multiprocessing.get_context('spawn'), worker,
+    with ProcessPoolExecutor(
+        workers, multiprocessing.get_context('spawn'), worker,
         (max(1, os.cpu_count()//workers), rerun)) as pool:
         pending = {pool.submit(run_job, j) for j in jobs}
         with tqdm(disable=None, bar_format='{percentage:3.0f}%|{bar:20}| {elapsed}{postfix}') as bar:
@@ -275,16 +280,14 @@ def show_progress(
             say(f'{i:12} {p["todo"]} of {p["total"]} runs to do, about {duration(p["expected"])}')
             known.add(i)
     bar.total,bar.n = sum(p['total']+1 for p in ps.values()),sum(p['done'] for p in ps.values()) + len(ended)
-    bar.set_postfix_str('; '.join(how_far(j, ps[j.id]) for j in jobs if j.id not in ended
-        and ps[j.id]['now']!='waiting'))
+    bar.set_postfix_str('; '.join(
+        how_far(j, ps[j.id]) for j in jobs if j.id not in ended and ps[j.id]['now']!='waiting'))
 
 # %% ../nbs/01_foundations/60_runner.ipynb #7bb48f76
 def state(
     id:str, # A table's id
     profile:str, # Which run of it
-    # `state`: 'done', 'failed', 'stopped' or 'not run'; `seconds` and `device` (maybe unknown, '') where it
-    # is done
-) -> dict:
+) -> dict: # `state`: done, failed, stopped or not run; if done, also `seconds` and `device` ('': unknown)
     "How far a table is"
     folder = output_folder(id, profile)
     if (folder/'run.json').exists():
