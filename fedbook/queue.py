@@ -25,7 +25,8 @@ def home() -> Path: # .queue beside nbs/, which git ignores
 def git(*words:str) -> str: # What it prints
     "Run git in the project; raises `Refused` with its last line where it fails"
     done = subprocess.run(['git', *words], cwd=root(), capture_output=True, text=True)
-    require(not done.returncode,
+    require(
+        not done.returncode,
         f'The queue needs a checkout of its own, and git {words[0]} says: '
         f'{(done.stderr.strip().splitlines() or ["nothing"])[-1]}')
     return done.stdout.strip()
@@ -79,25 +80,27 @@ def alive(pid:int) -> bool:
     "Is this the process of a queue that works?"
     import psutil
     try:
-        return (psutil.Process(pid).status()!=psutil.STATUS_ZOMBIE
+        return (
+            psutil.Process(pid).status()!=psutil.STATUS_ZOMBIE
             and 'queue' in ' '.join(psutil.Process(pid).cmdline()))
     except psutil.NoSuchProcess: return False
 
-# %% ../nbs/01_foundations/61_queue.ipynb #a7487a77
+# %% ../nbs/01_foundations/61_queue.ipynb #0203428e
 FREE = 2**30 # Bytes on the disk, without which no table is begun
 
+# %% ../nbs/01_foundations/61_queue.ipynb #a7487a77
 def begin(
     entry:Entry, # The table
     folder:Path, # The queue's checkout
 ): # A running process
     "Start to make a table at lowest priority"
     code = 'import sys; from fedbook.cli import main; sys.exit(main(sys.argv[1:]))'
-    env = {k: v for k,v in os.environ.items() if k!='FEDBOOK_FIGURES'} | dict(PYTHONPATH=str(folder),
-        TQDM_DISABLE='1')
+    env = {k: v for k,v in os.environ.items() if k!='FEDBOOK_FIGURES'} | dict(
+        PYTHONPATH=str(folder), TQDM_DISABLE='1')
     with open(home()/f'{entry.id}.log', 'w') as log:
-        return subprocess.Popen([sys.executable, '-c', code, 'reproduce', entry.id, '--profile',
-            entry.profile, '-j', '1'], cwd=folder, env=env,
-            stdout=log, stderr=subprocess.STDOUT, preexec_fn=lambda: os.nice(19))
+        return subprocess.Popen(
+            [sys.executable, '-c', code, 'reproduce', entry.id, '--profile', entry.profile, '-j', '1'],
+            cwd=folder, env=env, stdout=log, stderr=subprocess.STDOUT, preexec_fn=lambda: os.nice(19))
 
 # %% ../nbs/01_foundations/61_queue.ipynb #f5ba5562
 def family(pid:int) -> list:
@@ -106,6 +109,7 @@ def family(pid:int) -> list:
     try: p = psutil.Process(pid); return [p, *p.children(recursive=True)]
     except psutil.NoSuchProcess: return []
 
+# %% ../nbs/01_foundations/61_queue.ipynb #e63ee161
 def each(pid:int, what:str):
     "Suspend, resume or kill a process and all that it has started"
     import psutil
@@ -124,7 +128,8 @@ def follow(
     try:
         while running.poll() is None:
             if rests.exists()!=resting:
-                resting = not resting; each(running.pid, 'suspend' if resting else 'resume')
+                resting = not resting
+                each(running.pid, 'suspend' if resting else 'resume')
             time.sleep(every)
     except BaseException: each(running.pid, 'kill'); raise
     return running.returncode
@@ -133,7 +138,9 @@ def follow(
 def make(entry:Entry, folder:Path):
     "Make one table and note how it went"
     start,free = time.time(),shutil.disk_usage(home()).free
-    if free < FREE: entry.state,entry.why = 'skipped',f'the disk has {free/2**20:.0f} MB left'; return
+    if free < FREE:
+        entry.state,entry.why = 'skipped',f'the disk has {free/2**20:.0f} MB left'
+        return
     code = follow(begin(entry, folder), home()/'rests')
     said = (home()/f'{entry.id}.log').read_text().strip().splitlines() or ['']
     entry.state,entry.seconds = {0: 'done', 2: 'skipped'}.get(code, 'failed'),round(time.time()-start)
@@ -147,14 +154,17 @@ def start(
 ):
     "Work through the tables; raises `Refused` where a queue works already"
     about = load()
-    require(not alive(about['pid']),
+    require(
+        not alive(about['pid']),
         f'The queue works already, as process {about["pid"]}; see how far it is with: fedbook queue')
     entries = [Entry(i, profile) for i in order(ids, profile)]
-    home().mkdir(exist_ok=True); folder = checkout()
+    home().mkdir(exist_ok=True)
+    folder = checkout()
     (home()/'rests').unlink(missing_ok=True)
     about = dict(pid=os.getpid(), commit=git('rev-parse', 'HEAD'), entries=entries)
     for e in entries:
-        e.state = 'running'; save(about)
+        e.state = 'running'
+        save(about)
         make(e, folder); collect([e]); save(about)
         say(f'{e.id:12} {e.state:8} {e.seconds:7.0f} s {e.why}')
 
@@ -165,7 +175,8 @@ def collect(
     "Fetch finished runs from the queue's checkout"
     n = 0
     for e in load()['entries'] if entries is None else entries:
-        here = output_folder(e.id, e.profile); there = home()/'checkout'/'figures'/here.relative_to(figures())
+        here = output_folder(e.id, e.profile)
+        there = home()/'checkout'/'figures'/here.relative_to(figures())
         new = [r for r in read(there/'rows.jsonl')
             if r['fingerprint'] not in {k['fingerprint'] for k in read(here/'rows.jsonl')}]
         for r in new: append(here/'rows.jsonl', r)
@@ -177,8 +188,8 @@ def collect(
 def replace(there:Path, here:Path):
     "Take over what a finished table has made, but for its rows"
     for f in there.iterdir():
-        if not f.is_file() or f.name in ('rows.jsonl','progress.json') or f.name.startswith(
-            '.') or f.suffix in ('.lock','.holder'): continue
+        if (not f.is_file() or f.name in ('rows.jsonl','progress.json') or f.name.startswith('.')
+            or f.suffix in ('.lock','.holder')): continue
         here.mkdir(parents=True, exist_ok=True)
         with writing(here/f.name) as part: shutil.copyfile(f, part)
 
@@ -214,12 +225,13 @@ def left(e:Entry) -> str: # Words
 # %% ../nbs/01_foundations/61_queue.ipynb #4d69522d
 def status() -> list[str]: # Lines
     "The tables of the queue, and what each is doing"
-    about = load(); works = alive(about['pid'])
+    about = load()
+    works = alive(about['pid'])
     now = 'rests' if works and (home()/'rests').exists() else 'works' if works else 'does not work'
     head = f'The queue {now}' + f', at commit {about["commit"][:7]}'*bool(about['commit'])
     return ([head]
         + [f'    {e.id:12} {e.profile:9} {"stopped" if e.state=="running" and not works else e.state:8} '
-        f'{left(e)}'.rstrip() for e in about['entries']])
+            f'{left(e)}'.rstrip() for e in about['entries']])
 
 # %% ../nbs/01_foundations/61_queue.ipynb #55077050
 def place(id:str, profile:str) -> str: # 'waiting' or 'running', for `fedbook list`
