@@ -185,10 +185,12 @@ def verdicts(
     table:str, # A printed table's id
     records:list[dict], # Its runs
 ) -> Table: # claim, printed, variant, verdict, and the weakest pair
-    "What becomes of a table's claims"
+    "What becomes of a table's claims, those without a verdict last"
     rows = [[c.text, {True: 'yes', False: 'no', None: '–'}[holds_in_print(c)], v,
         *shown(examined(c, records, v))] for c in claims(table)
         for v in dict.fromkeys(r['variant'] for r in records)]
+    tested = {claim for claim,_,_,verdict,*_ in rows if not verdict.startswith('not tested')}
+    rows.sort(key=lambda r: r[0] not in tested)
     return tabled(rows, ['claim','in the printed numbers','variant'], records)
 
 # %% ../nbs/01_foundations/42_claims.ipynb #2d99c9ff
