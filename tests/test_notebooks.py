@@ -23,6 +23,7 @@ def test_notebook_is_clean(nb):
 def test_no_progress_bar_is_frozen_in_a_notebook(nb):
     outputs = [o for c in cells(nb) for o in c.get('outputs', [])]
     assert not any('widget-view' in json.dumps(o) or 'it/s]' in json.dumps(o) for o in outputs), 'delete the output'
+    assert 'widgets' not in json.loads(nb.read_text(encoding='utf-8'))['metadata'], 'delete what the bar has left'
 
 def length(cell):
     "Lines of code: neither blank, nor a comment, nor a parameter on a line of its own"
