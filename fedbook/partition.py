@@ -664,7 +664,7 @@ def matched_table(
 def matched_test(
     partition, # A `Partition`, or shares [n_clients, n_classes]
     test_labels, # One class number per sample of the test set
-    size:int|None=None, # Test samples per client; `None` is as many as the test set can give each in its shares
+    size:int|None=None, # Test samples per client; `None`: as many as each can be given in its shares
     seed:int=0, # The seed
 ) -> list[np.ndarray]: # Per client, sorted indices into the test set; empty where the client is
     "For each client, test samples in its class shares"
