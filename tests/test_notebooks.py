@@ -42,7 +42,7 @@ def test_no_line_of_code_scrolls_sideways(nb):
     assert not [l for c in code(nb) for l in c.splitlines() if len(l) > 110]
 
 # These notebooks of the machinery define more than they show
-MOSTLY_DEFINED = {'11_data', '12_partition', '13_models', '14_optim', '31_federation', '32_client', '33_replies', '50_experiments', '60_runner', '61_queue', '62_cli',
+MOSTLY_DEFINED = {'31_federation', '32_client', '33_replies', '50_experiments', '60_runner', '61_queue', '62_cli',
     '00_theory'}
 
 @pytest.mark.parametrize('nb', [p for p in LIBRARY if p.stem not in MOSTLY_DEFINED], ids=lambda p: p.stem)
