@@ -13,7 +13,7 @@ from itertools import groupby
 from pathlib import Path
 import csv, re
 from .files import writing
-from .manifest import Experiment, PROFILES
+from .manifest import Experiment, PROFILES, remark
 from .papers import Paper, papers
 
 # %% ../nbs/01_foundations/55_page.ipynb #10d52413
@@ -140,7 +140,9 @@ def body(
 ) -> str: # HTML
     "Claims, picture, numbers and links of one run"
     about = ' · '.join(filter(None, [f'profile {m.profile}', escape(m.cost), links(m.folder, base)]))
-    return f'{claims(m.folder)}{pictures(m, base)}{table(m.folder)}<p class="about">{about}</p>'
+    said = inline(escape(remark(m.experiment.id, m.profile)))
+    looked = f'<p><b>After looking.</b> {said}</p>'*bool(said)
+    return f'{claims(m.folder)}{pictures(m, base)}{table(m.folder)}{looked}<p class="about">{about}</p>'
 
 # %% ../nbs/01_foundations/55_page.ipynb #cd0a8312
 def card(
