@@ -103,8 +103,8 @@ def pictures(
     def shown(p):
         w,h = size(p)
         what = ' '.join(filter(None, [label(m.experiment.id), p.parent.name if p.parent!=m.folder else '']))
-        at,words = p.relative_to(base).as_posix(),escape(
-            f'Picture of {what or "this result"}: {m.experiment.title}, profile {m.profile}')
+        at,words = (p.relative_to(base).as_posix(),
+            escape(f'Picture of {what or "this result"}: {m.experiment.title}, profile {m.profile}'))
         return (f'<a class="box" href="{at}"><img src="{at}" alt="{words}" width="{w*4//3}" '
             f'height="{h*4//3}" '
             f'loading="lazy"></a>')
