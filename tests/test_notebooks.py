@@ -42,8 +42,7 @@ def test_no_line_of_code_scrolls_sideways(nb):
     assert not [l for c in code(nb) for l in c.splitlines() if len(l) > 110]
 
 # These notebooks of the machinery define more than they show
-MOSTLY_DEFINED = {'31_federation', '32_client', '33_replies', '50_experiments', '60_runner', '61_queue', '62_cli',
-    '00_theory'}
+MOSTLY_DEFINED = {'60_runner', '61_queue', '62_cli', '00_theory'}
 
 @pytest.mark.parametrize('nb', [p for p in LIBRARY if p.stem not in MOSTLY_DEFINED], ids=lambda p: p.stem)
 def test_half_of_the_cells_show_something(nb):
