@@ -115,8 +115,8 @@ def beside_fedavg(
 ): # A matplotlib figure
     "Ten rounds of methods and of FedAvg: accuracy and bytes"
     if personal or posthoc:
-        fields = changed(fields, dict(personal=True,
-            protocol=dict(fields.get('protocol', {}), personal_every=1)))
+        fields = changed(fields,
+            dict(personal=True, protocol=dict(fields.get('protocol', {}), personal_every=1)))
     base = changed(EMBEDDED, fields)
     todo = {posthoc*'FedAvg, then '+label(m): experiment(m, changed(base, own), posthoc)
         for m in methods} | {'FedAvg': experiment(FedAvg(), base)}

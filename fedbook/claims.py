@@ -185,10 +185,12 @@ def verdicts(
     table:str, # A printed table's id
     records:list[dict], # Its runs
 ) -> Table: # claim, printed, variant, verdict, and the weakest pair
-    "What becomes of a table's claims"
+    "What becomes of a table's claims, those without a verdict last"
     rows = [[c.text, {True: 'yes', False: 'no', None: '–'}[holds_in_print(c)], v,
         *shown(examined(c, records, v))] for c in claims(table)
         for v in dict.fromkeys(r['variant'] for r in records)]
+    tested = {claim for claim,_,_,verdict,*_ in rows if not verdict.startswith('not tested')}
+    rows.sort(key=lambda r: r[0] not in tested)
     return tabled(rows, ['claim','in the printed numbers','variant'], records)
 
 # %% ../nbs/01_foundations/42_claims.ipynb #2d99c9ff
@@ -204,8 +206,8 @@ def tabled(
 ) -> Table: # One row per claim
     "Tested claims with their rule and the stand-ins of the runs"
     import pandas as pd
-    used,older = dict.fromkeys(w for r in records for w in stand_ins(r)),sum(r.get('older', False)
-        for r in records)
+    used,older = (dict.fromkeys(w for r in records for w in stand_ins(r)),
+        sum(r.get('older', False) for r in records))
     notes = [RULE, *notes, *([f'Stand-ins: {"; ".join(used)}.'] if used else []),
         *([f'{older} of {len(records)} runs are of older code; claims about them have no verdict.']
         if older else [])]
@@ -346,8 +348,8 @@ def at_equal(
     # The two values, NaN where a run has diverged; `None` where no level of `equal` is common to both
 ) -> tuple|None:
     "`metric` of two runs at the round in which `equal` is the same"
-    ends,curves,sign = [score_of(r, metric) for r in (a, b)],[curve_of(r, equal)
-        for r in (a, b)],sign_of(equal)
+    ends,curves,sign = ([score_of(r, metric) for r in (a, b)],
+        [curve_of(r, equal) for r in (a, b)],sign_of(equal))
     if None in ends or not all(curves): return None
     if any(map(math.isnan, ends)): return math.nan,math.nan
     level = common_level(*curves, sign)
@@ -378,8 +380,7 @@ class Margin(Claim):
     margin: float = 0. # In the unit of the metric
 
     def in_print(self, t):
-        return round(
-            float(np.mean([self.sign*(t.value(a, self.metric)-t.value(b, self.metric))
+        return round(float(np.mean([self.sign*(t.value(a, self.metric)-t.value(b, self.metric))
             for a,b in self.pairs])), 6) >= self.margin
     def tests(self, runs): return on_average(self, runs)
 

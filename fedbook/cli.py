@@ -202,11 +202,13 @@ def print_table(
     folder, # Its results
     all_:bool, # Every row?
 ):
-    "Claims, numbers, and where the rest is"
+    "Claims, numbers, what to make of them, and where the rest is"
+    from fedbook.manifest import remark
     most = sys.maxsize if all_ else 20
     said,n = numbers((folder/'table.md').read_text(encoding='utf-8'), most)
     if told := claims(folder): print(told)
     print(said)
+    if said := remark(id, folder.name): print('\n'+wrapped(f'After looking: {said}'))
     if n > most:
         print(f'\n{n-most} of {n} rows are left out. To see all:\n    fedbook show {id} --profile '
             f'{folder.name} --all')

@@ -43,15 +43,15 @@ def draws(
 ): # To be entered
     """The stream of a client's random numbers in a part of its round;
     nothing where the hook is FedAvg's, which draws none"""
-    return nullcontext() if is_default(fed.method, what) else seeded(fed.seed, what, c.round, c.id,
-        device=c.own.device)
+    return (nullcontext() if is_default(fed.method, what)
+        else seeded(fed.seed, what, c.round, c.id, device=c.own.device))
 
 # %% ../nbs/01_foundations/32_client.ipynb #b7bd59dd
 def begin_client(
     fed:Federation, # The run
     c:Client, # The client
 ) -> dict: # Weights, not to be changed in place
-    "Where local training begins; what the method keeps in mind for it becomes the client's memory"
+    "Where local training begins; what the method keeps in mind becomes the client's memory"
     with draws(fed, c, 'start'): w,c.memory = fed.method.start(c)
     return leaves(channels_last, w)
 
@@ -67,7 +67,7 @@ def end_client(
     c.states,c.s,c.losses = states,states[c.phase],losses
     c.phase,c.trains = None,()
     with draws(fed, c, 'finish'): message,memory = fed.method.finish(w, c)
-    # those that stay local or are dropped are not sent
+    # buffers that stay local or are dropped are not sent
     travel = dict(buffers=c.buffers) if c.buffers and fed.protocol.buffers=='average' else {}
     # a client with nothing to say sends nothing
     down,up = (nbytes({**m, **travel}) if m or travel else 0 for m in (c.message, message))
@@ -100,8 +100,8 @@ def in_phase(
 def sees_features(method, c):
     "Does the phase train the head alone, on features that do not change?"
     heads = c.trains and all(lies_in(k, ('head',)) for k in c.trains) and isinstance(c.net.module, Classifier)
-    return bool(heads) and not c.augment and c.local.precision=='float32' and is_default(method,
-        'loss') and not part(c.buffers, 'head')
+    return (bool(heads) and not c.augment and c.local.precision=='float32'
+        and is_default(method, 'loss') and not part(c.buffers, 'head'))
 
 # %% ../nbs/01_foundations/32_client.ipynb #9a1a0fe3
 @torch.no_grad()

@@ -38,8 +38,7 @@ class Known:
     official: str|None # torchvision's class, `None` where it has none
     origin: str = '' # What it is and whose, where nothing can download it
     target: str = 'y' # Its targets are the arrays `train_…` and `test_…` of this name
-    # `None`: the test set is official; otherwise what a fifth of the images is cut from, see below
-    cut: tuple|str|None = None
+    cut: tuple|str|None = None # What a fifth of the images is cut by, see below; `None`: there is a test set
     stand_in: str = 'fashion_mnist_mini' # What may take its place
 
     @property
@@ -55,23 +54,27 @@ CATALOGUE = dict(
     mnist = Known((28,28), 60000, 10000, 10, 'MNIST'),
     usps = Known((16,16), 7291, 2007, 10, 'USPS'),
     mnist_m = Known((32,32,3), 59001, 9001, 10, None,
-    'the digits of MNIST on pieces of photographs (Ganin and others, 2016)', stand_in='mnist_m_regenerated'),
+        'the digits of MNIST on pieces of photographs (Ganin and others, 2016)',
+        stand_in='mnist_m_regenerated'),
     mnist_m_regenerated = Known((28,28,3), 60000, 10000, 10, None,
-    'MNIST-M made again by its recipe, from MNIST and the photographs of BSDS500'),
+        'MNIST-M made again by its recipe, from MNIST and the photographs of BSDS500'),
     pacs64 = Known((64,64,3), 7993, 1998, 7, None,
-    'PACS (Li and others, 2017) at 64 pixels, with the style of each picture as `train_domain`',
-    cut=('domain','y')),
+        'PACS (Li and others, 2017) at 64 pixels, with the style of each picture as `train_domain`',
+        cut=('domain','y')),
     nih_cxr_1000 = Known((128,128), 811, 189, 14, None,
-    '1,000 chest radiographs of NIH ChestX-ray14 (Wang and others, 2017)', 'multilabel', 'patient'),
+        '1,000 chest radiographs of NIH ChestX-ray14 (Wang and others, 2017)',
+        'multilabel', 'patient'),
     brain_tumour_t1ce_359 = Known((256,256), 287, 72, 2, None,
-    '359 slices of MR images with the outlines of brain tumours (Cheng, 2017)', 'mask', ()),
+        '359 slices of MR images with the outlines of brain tumours (Cheng, 2017)',
+        'mask', ()),
     femnist_digits_subset = Known((28,28), 4798, 1199, 10, None,
-    'digits of FEMNIST (LEAF; NIST Special Database 19) in 12 clients', cut=('client','y')),
+        'digits of FEMNIST (LEAF; NIST Special Database 19) in 12 clients',
+        cut=('client','y')),
     omniglot_small = Known((28,28), 3872, 968, 242, None,
-    '242 handwritten characters of 8 alphabets of Omniglot (Lake and others, 2015)', 'char',
-    ('alphabet','writer')),
+        '242 handwritten characters of 8 alphabets of Omniglot (Lake and others, 2015)',
+        'char', ('alphabet','writer')),
     pneumoniamnist_balanced = Known((28,28), 2428, 468, 2, None,
-    'PneumoniaMNIST (MedMNIST, Yang and others, 2023), as many healthy as ill'),
+        'PneumoniaMNIST (MedMNIST, Yang and others, 2023), as many healthy as ill'),
     fashion_mnist_mini = Known((28,28), 4000, 1000, 10, None))
 STAND_IN = 'fashion_mnist_mini' # Takes the place of whichever has no better one
 
@@ -102,8 +105,8 @@ def strip(
     x = x[examples(y)]
     n,h,w,*colour = x.shape
     columns = min(n, 20)
-    x = np.concatenate([x, np.zeros((-n%columns, h, w, *colour), np.uint8)]).reshape(-1, columns,
-        h, w, *colour)
+    x = (np.concatenate([x, np.zeros((-n%columns, h, w, *colour), np.uint8)])
+        .reshape(-1, columns, h, w, *colour))
     x = x.swapaxes(1, 2).reshape(-1, columns*w, *colour)
     return Image.fromarray(x.repeat(2, 0).repeat(2, 1))
 
@@ -122,13 +125,13 @@ def summary(d) -> str: # One line
     "The counts of a data set, where it came from, and what it stands in for"
     counts,size = class_counts(d.train_y, d.n_classes),'×'.join(map(str, d.train_x.shape[1:]))
     each = ' to '.join(map(str, sorted({counts.min(), counts.max()})))
-    what,per = dict(classes=('classes','class'), labels=('labels','label'),
-        masks=('classes of pixels','class'))[d.kind]
+    what,per = dict(
+        classes=('classes','class'), labels=('labels','label'), masks=('classes of pixels','class'))[d.kind]
     groups = [f'{len(np.unique(train))} values of {k}' for k,(train,_) in d.groups.items()]
-    return (f'{d.name}: {len(d.train_x)} training images ({each} per {per}) and {len(d.test_x)} test images, '
-        f'{size}, '
-            + ', '.join([f'{d.n_classes} {what}', *groups, d.source])
-            + (f', standing in for {d.stand_in_for}' if d.stand_in_for else ''))
+    return (f'{d.name}: {len(d.train_x)} training images ({each} per {per}) '
+        f'and {len(d.test_x)} test images, {size}, '
+        + ', '.join([f'{d.n_classes} {what}', *groups, d.source])
+        + (f', standing in for {d.stand_in_for}' if d.stand_in_for else ''))
 
 # %% ../nbs/01_foundations/11_data.ipynb #2dfdd406
 def as_html(d) -> str:
@@ -156,12 +159,14 @@ def check_groups(
             f'{what} must give the group {name!r} as two arrays, one for training and one for test.')
         for split,a,n in zip(('training','test'), map(np.asarray, pair), (n_train,n_test)):
             require(a.dtype.kind in 'iub' and a.shape==(n,),
-                    f'{what} must give the group {name!r} as {n} whole numbers for the {split} images, not '
-                    f'as {a.dtype} of shape {a.shape}.')
+                f'{what} must give the group {name!r} as {n} whole numbers for the {split} images, '
+                f'not as {a.dtype} of shape {a.shape}.')
 
 # %% ../nbs/01_foundations/11_data.ipynb #e57665b0
 def count_classes(*ys:np.ndarray) -> int:
     return ys[0].shape[1] if ys[0].ndim==2 else 1+int(max(y.max() for y in ys))
+
+# %% ../nbs/01_foundations/11_data.ipynb #3bc42f4f
 def as_targets(y:np.ndarray) -> Tensor:
     return torch.tensor(y, dtype=torch.float32 if y.ndim==2 else torch.int64)
 
@@ -177,8 +182,7 @@ class Dataset:
     classes: list[str]|None = None # Names of the classes, in the order of the labels
     source: str = '' # 'embedded', or the name of the file it was read from
     stand_in_for: str|None = None # The data set that was wanted, where this one takes its place
-    # Name, such as 'writer', to two arrays of numbers: per training and per test image
-    groups: dict = field(default_factory=dict)
+    groups: dict = field(default_factory=dict) # Name, such as 'writer', to two arrays of a number per image
     group_names: dict = field(default_factory=dict) # Name of a group to the names of its values
 
     def __post_init__(self): check_groups(self.groups, len(self.train_y), len(self.test_y), self.name)
@@ -186,19 +190,17 @@ class Dataset:
     def kind(self): return ('classes','labels','masks')[self.train_y.ndim-1]
     @cached_property
     def n_classes(self):
-        return (CATALOGUE[self.name].n_classes if self.name in CATALOGUE else len(self.classes or ())
-            or count_classes(self.train_y, self.test_y))
+        return (CATALOGUE[self.name].n_classes if self.name in CATALOGUE
+            else len(self.classes or ()) or count_classes(self.train_y, self.test_y))
     @cached_property
     def fingerprint(self): return self.fingerprint_with()
     def fingerprint_with(self, *groups:str):
         return arrays_fingerprint(self.train_x, self.train_y, self.test_x, self.test_y,
             *(a for k in groups for a in self.group(k)))
     def group(self, name:str): return choose(name, self.groups, f'group of {self.name}') # Two arrays
-    # Name to array
-    def groups_of(self, split:str, where=slice(None)):
+    def groups_of(self, split:str, where=slice(None)): # Name to array
         return {k: np.asarray(g[split=='test'])[where] for k,g in self.groups.items()}
-    # [n], the class for partitions
-    def strata(self, split:str):
+    def strata(self, split:str): # [n], the class for partitions
         return (self._part(split, 'y') if self.kind=='classes'
             else np.zeros(len(self._part(split, 'y')), np.int64))
     # uint8 [n, c, h, w]
@@ -210,8 +212,8 @@ class Dataset:
     def _repr_html_(self): return as_html(self)
 
 # %% ../nbs/01_foundations/11_data.ipynb #3057e3bb
-DAMAGE = (zipfile.BadZipFile, tarfile.TarError, zlib.error, lzma.LZMAError, ValueError,
-    EOFError, RuntimeError)
+DAMAGE = (zipfile.BadZipFile, tarfile.TarError, zlib.error, lzma.LZMAError,
+    ValueError, EOFError, RuntimeError)
 
 # %% ../nbs/01_foundations/11_data.ipynb #91ea9b9f
 @contextmanager
@@ -266,6 +268,7 @@ def check_targets(kind:str, what:str, y:np.ndarray, x:np.ndarray, n_classes:int)
 # %% ../nbs/01_foundations/11_data.ipynb #d37af090
 ARRAYS = ('train_x','train_y','test_x','test_y')
 
+# %% ../nbs/01_foundations/11_data.ipynb #3188bc2c
 def check(
     name:str, # A name in `CATALOGUE`
     arrays:dict, # The four arrays by name
@@ -279,8 +282,8 @@ def check(
             f'{where} has no array {called[a]!r}; {name} needs {", ".join(called.values())}.')
     for split,n in (('train',known.n_train), ('test',known.n_test)):
         check_images(f'{split}_x in {where}', arrays[f'{split}_x'], (n, *known.image))
-        check_targets(known.kind, f'{called[f"{split}_y"]} in {where}', arrays[f'{split}_y'],
-            arrays[f'{split}_x'], known.n_classes)
+        check_targets(known.kind, f'{called[f"{split}_y"]} in {where}',
+            arrays[f'{split}_y'], arrays[f'{split}_x'], known.n_classes)
 
 # %% ../nbs/01_foundations/11_data.ipynb #b589c5a8
 NAMES = ('names','names_y','names_fine','names_label') # What others call the names of the classes
@@ -296,8 +299,9 @@ def wanted(
     if split=='names':
         return k in NAMES or what==known.target or any(f'{s}_{what}' in files for s in ('train','test'))
     if split not in ('train','test'): return False
-    return what in ('x', known.target) or (known.cut is not None if split=='train'
-        and f'test_{what}' not in files else f'train_{what}' in files)
+    return what in ('x', known.target) or (
+        known.cut is not None if split=='train' and f'test_{what}' not in files
+        else f'train_{what}' in files)
 
 # %% ../nbs/01_foundations/11_data.ipynb #a4dee66d
 def arrays_of(
@@ -333,10 +337,11 @@ def completed(
 # Classes, labels, or masks as they are
 def stored(y:np.ndarray) -> np.ndarray: return y.astype({1: np.int64, 2: np.float32}.get(y.ndim, y.dtype))
 
+# %% ../nbs/01_foundations/11_data.ipynb #7c81e3c9
 def groups_in(arrays:dict) -> dict: # `groups` and `group_names`
     "What else a file says of its images: pairs of arrays of one whole number per image"
-    pairs = {k[6:]: (a, arrays[f'test_{k[6:]}']) for k,a in arrays.items() if k.startswith('train_')
-        and k not in ARRAYS and f'test_{k[6:]}' in arrays}
+    pairs = {k[6:]: (a, arrays[f'test_{k[6:]}']) for k,a in arrays.items()
+        if k.startswith('train_') and k not in ARRAYS and f'test_{k[6:]}' in arrays}
     groups = {k: p for k,p in pairs.items() if all(a.ndim==1 and a.dtype.kind in 'iub' for a in p)}
     return dict(groups=groups,
         group_names={k: arrays[f'names_{k}'].tolist() for k in groups if f'names_{k}' in arrays})
@@ -393,30 +398,29 @@ def refusal(
 ) -> str:
     "The sentence for a data set that is neither here nor to be had"
     why,known = str(e).strip().splitlines()[-1:] or [type(e).__name__],CATALOGUE[name]
-    return (f'There is no {cache_file(name)}, and {name} could not be downloaded ({why[0]}): run `fedbook '
-        f'data fetch {name}` on a machine with '
-            'a network and copy the file, or put an .npz file of this name there with the uint8 images '
-            'train_x, test_x and the labels '
-            f'train_y, test_y, or use the stand-in {known.stand_in!r}.')
-
+    return (f'There is no {cache_file(name)}, and {name} could not be downloaded ({why[0]}): '
+        f'run `fedbook data fetch {name}` on a machine with a network and copy the file, '
+        'or put an .npz file of this name there with the uint8 images train_x, test_x '
+        f'and the labels train_y, test_y, or use the stand-in {known.stand_in!r}.')
 
 # %% ../nbs/01_foundations/11_data.ipynb #d5de8d0f
 def contents(known:Known) -> str:
     "What the file of a data set has to hold, in words"
     n,t,shape = known.n_train,known.target,'×'.join(map(str, known.image))
     if known.cut is None:
-        return (f'the uint8 images train_x ({n} of {shape}) and test_x ({known.n_test}), and train_{t}, '
-            f'test_{t}')
+        return (f'the uint8 images train_x ({n} of {shape}) and test_x ({known.n_test}), '
+            f'and train_{t}, test_{t}')
     further = [f'train_{k}' for k in ([known.cut] if isinstance(known.cut, str) else known.cut) if k!='y']
-    return (f'the {n+known.n_test} uint8 images train_x ({shape}) and ' + ', '.join([f'train_{t}', *further])
-        + ', of which a fifth becomes the test set')
+    return (f'the {n+known.n_test} uint8 images train_x ({shape}) and '
+        + ', '.join([f'train_{t}', *further]) + ', of which a fifth becomes the test set')
 
+# %% ../nbs/01_foundations/11_data.ipynb #31d453fc
 def absent(name:str) -> str:
     "The sentence for a data set that nothing can download"
     known = CATALOGUE[name]
-    return (f'There is no {cache_file(name)}, and nothing can download it; it is {known.origin}: put an .npz '
-        f'file of this name there with '
-            f'{contents(known)}, or use the stand-in {known.stand_in!r}.')
+    return (f'There is no {cache_file(name)}, and nothing can download it; it is {known.origin}: '
+        f'put an .npz file of this name there with {contents(known)}, '
+        f'or use the stand-in {known.stand_in!r}.')
 
 # %% ../nbs/01_foundations/11_data.ipynb #c335dfa3
 def fetch(
@@ -456,8 +460,9 @@ def describe() -> list[dict]: # `name`, `where` (None: not here), `stand_in`, `h
     def entry(name, known):
         if known.embedded:
             return dict(name=name, where='embedded', stand_in=None, how='comes with the package')
-        path,how = (cache_file(name),f'fedbook data fetch {name}' if known.official
-            else f'fedbook data install {name}.npz')
+        path,how = (
+            cache_file(name),
+            f'fedbook data fetch {name}' if known.official else f'fedbook data install {name}.npz')
         return dict(name=name, where=str(path) if path.exists() else None, stand_in=known.stand_in, how=how)
     own = [dict(name=name, where='memory', stand_in=None, how='added by you') for name in OWN]
     return own + [entry(*known) for known in CATALOGUE.items()]
@@ -564,8 +569,7 @@ def split_validation(
 # %% ../nbs/01_foundations/11_data.ipynb #a8b62a90
 def cut_test(
     arrays:dict, # Arrays `train_…` of one length
-    # Names: each of their combinations gives a fifth; or one name, of whose values a fifth is chosen
-    cut:tuple|str,
+    cut:tuple|str, # Names: each combination of them gives a fifth. One name: a fifth of its values is taken
 ) -> dict: # The same, and arrays `test_…`
     "Set a fifth of the images apart as test set"
     train = {k: a for k,a in arrays.items() if k.startswith('train_')}
@@ -575,8 +579,9 @@ def cut_test(
     whole = isinstance(cut, str)
     chosen = split_validation(1+number.max() if whole else number, .2, 0, 'test')[1]
     test = np.isin(number if whole else np.arange(len(number)), chosen)
-    return arrays | {k: a[~test] for k,a in train.items()} | {k.replace('train', 'test', 1): a[test]
-        for k,a in train.items()}
+    return (arrays
+        | {k: a[~test] for k,a in train.items()}
+        | {k.replace('train', 'test', 1): a[test] for k,a in train.items()})
 
 # %% ../nbs/01_foundations/11_data.ipynb #d9823e2c
 STATISTICS = dict(
@@ -617,8 +622,8 @@ def statistics(
     try: m,s = (torch.as_tensor(v, dtype=torch.float64).view(-1,1,1) for v in given)
     except (TypeError, ValueError, RuntimeError): m = s = torch.zeros(0)
     require(len(m) == len(s) and len(m) in (1,3) and bool((s > 0).all()),
-            f'mean and std must be 1 or 3 numbers each, with std above 0, or mean a name and std left out, '
-            f'not {mean!r} and {std!r}.')
+        f'mean and std must be 1 or 3 numbers each, with std above 0, or mean a name and std left out, '
+        f'not {mean!r} and {std!r}.')
     return m,s
 
 # %% ../nbs/01_foundations/11_data.ipynb #1d045c44
@@ -635,11 +640,11 @@ def normaliser(
     steps = transforms(m.flatten().tolist(), s.flatten().tolist(), size, crop, channels)
     def normalise(x):
         if x.dtype != torch.uint8:
-            raise Refused(
-                f'Images to be normalised must be uint8, not {x.dtype}; are they normalised already?')
+            raise Refused(f'Images to be normalised must be uint8, not {x.dtype}; '
+                'are they normalised already?')
         if len(m) not in (1, channels or x.shape[-3]):
-            raise Refused(
-                f'{mean!r} has {len(m)} channels and the images {x.shape[-3]}; grey images need channels=3.')
+            raise Refused(f'{mean!r} has {len(m)} channels and the images {x.shape[-3]}; '
+                'grey images need channels=3.')
         return steps(x)
     return normalise
 
@@ -652,7 +657,9 @@ def transforms(mean:list, std:list, size:int|None, crop:int|None, channels:int|N
     for k,v in dict(size=size, crop=crop).items():
         require(v is None or isinstance(v, int) and v > 0,
             f'{k} must be a whole number of pixels above 0, not {v!r}.')
-    steps = [size and v2.Resize((size,size), antialias=True), crop and v2.CenterCrop(crop),
+    steps = [
+        size and v2.Resize((size,size), antialias=True),
+        crop and v2.CenterCrop(crop),
         channels and v2.RGB()]
     return v2.Compose([*filter(None, steps), v2.ToDtype(torch.float32, scale=True), v2.Normalize(mean, std)])
 
@@ -708,8 +715,8 @@ def check_own(
 ):
     "Raise `Refused` unless images and targets of both parts are what a data set needs"
     require(d.train_y.ndim in (1,2,3),
-        f'train_y of {d.name} must be classes [n], labels [n, m] or masks [n, h, w], not of shape '
-        f'{d.train_y.shape}.')
+        f'train_y of {d.name} must be classes [n], labels [n, m] or masks [n, h, w], '
+        f'not of shape {d.train_y.shape}.')
     for split in ('train','test'):
         x,y = (getattr(d, f'{split}_{a}') for a in 'xy')
         require(len(x) > 0 and x.ndim in (3,4) and (x.ndim==3 or x.shape[3]==3),
@@ -770,10 +777,11 @@ def check_same_classes(
     "Raise `Refused` unless all have the same classes"
     first = ds[0]
     for d in ds:
-        require(d.kind=='classes' and d.n_classes==first.n_classes
+        require(
+            d.kind=='classes' and d.n_classes==first.n_classes
             and (d.classes or first.classes)==(first.classes or d.classes),
-                f'Only data sets with the same classes can be joined, but {first.name} has '
-                f'{first.classes or first.n_classes} and {d.name} has {d.classes or d.n_classes}.')
+            f'Only data sets with the same classes can be joined, but {first.name} has '
+            f'{first.classes or first.n_classes} and {d.name} has {d.classes or d.n_classes}.')
 
 # %% ../nbs/01_foundations/11_data.ipynb #7e731da1
 def join(
@@ -784,14 +792,16 @@ def join(
 ) -> Dataset: # With the group `domain`; not kept
     "One data set of several sources; raises `Refused` unless they have the same classes"
     require(len(datasets) > 0 and isinstance(size, int) and size > 0 and channels in (1,3),
-        f'Joining needs data sets, a size in pixels and 1 or 3 channels, not size={size!r}, '
-        f'channels={channels!r}.')
+        f'Joining needs data sets, a size in pixels and 1 or 3 channels, '
+        f'not size={size!r}, channels={channels!r}.')
     ds = [load(d) if isinstance(d, str) else d for d in datasets]
     check_same_classes(ds)
-    four = {k: np.concatenate([resized(getattr(d, k), size, channels) if k.endswith('x') else getattr(d, k)
-        for d in ds]) for k in ARRAYS}
+    four = {
+        k: np.concatenate([
+            resized(getattr(d, k), size, channels) if k.endswith('x') else getattr(d, k) for d in ds])
+        for k in ARRAYS}
     domain = tuple(np.repeat(np.arange(len(ds)), [len(getattr(d, f'{s}_y')) for d in ds])
         for s in ('train','test'))
     return Dataset(name or '+'.join(d.name for d in ds), **four,
         classes=next((d.classes for d in ds if d.classes), None), source='joined',
-                   groups=dict(domain=domain), group_names=dict(domain=[d.name for d in ds]))
+        groups=dict(domain=domain), group_names=dict(domain=[d.name for d in ds]))

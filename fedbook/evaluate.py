@@ -126,8 +126,8 @@ def cross_client_metrics(
     require(there.sum() > 1,
         f'Scores across clients need samples of at least two, and {int(there.sum())} of {len(A)} have some.')
     own,other = A.diagonal()[there],~torch.eye(len(A), dtype=torch.bool) & there
-    local,every,worst,rest = own.mean(),A[:,there].mean(),torch.where(other, A,
-        torch.inf).amin(1).mean(),A[other].mean()
+    local,every,worst,rest = (own.mean(),A[:,there].mean(),
+        torch.where(other, A, torch.inf).amin(1).mean(),A[other].mean())
     found = {'local': local, 'global': every, 'c_std': A[:,there].std(1, correction=0).mean(), 'worst': worst,
         'average': (local+every+worst)/3,
              'global_text': rest, 'c_std_text': own.std(correction=0), 'worst_text': own.min(),
@@ -151,8 +151,8 @@ def cross_scores(
     r:int, # Rounds done
 ) -> list: # Rows [round, client, metric, value], one for each client that has samples
     "A client's own model on some test samples of every client"
-    (c,w),(x,y),task,parts = own_model(fed, state, i,
-        r),fed.data.of_clients(),fed.local.task,{j: p for j,p in enumerate(cross_parts(fed)) if len(p)}
+    (c,w),(x,y),task,parts = (own_model(fed, state, i, r),fed.data.of_clients(),fed.local.task,
+        {j: p for j,p in enumerate(cross_parts(fed)) if len(p)})
     every = np.unique(np.concatenate(list(parts.values())))
     at = torch.as_tensor(every, device=x.device)
     found = of_parts(task, score(c.net, w, c.buffers, x[at], y[at], fed.data.prepare, task=task),

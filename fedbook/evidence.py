@@ -9,12 +9,12 @@ __all__ = ['Evidence', 'small', 'committed']
 from dataclasses import dataclass
 from pathlib import Path
 import io, os
-from .manifest import experiment, output_folder, PROFILES
+from .manifest import experiment, output_folder, PROFILES, remark
 
 # %% ../nbs/01_foundations/54_evidence.ipynb #715ee7f5
 @dataclass
 class Evidence:
-    "Verdicts, picture and table of one run; a notebook shows them in this order"
+    "Verdicts, picture and table of one run, and what to make of them; a notebook shows them in this order"
     id:str # A table's id
     folder:Path|None # Its outputs; `None` where there is only a smoke run, or none
 
@@ -32,6 +32,7 @@ class Evidence:
         if (at := self.folder/'claims.md').exists(): display(Markdown(at.read_text(encoding='utf-8')))
         if (at := self.folder/'figure.png').exists(): display(Image(small(at)))
         display(HTML((self.folder/'table.html').read_text(encoding='utf-8')))
+        if said := remark(self.id, self.folder.name): display(Markdown(f'**After looking.** {said}'))
 
 # %% ../nbs/01_foundations/54_evidence.ipynb #13e80cbe
 def small(

@@ -60,8 +60,8 @@ class Setting(Checked):
     personal: bool|int = False
     # Share out the test set among the clients, too, and train on three quarters of what each one gets?
     leaky: bool = False
-    held: float = setting(0., 'share of each client\'s samples that it does not train on, to choose by',
-        low=0, high=.9)
+    held: float = setting(0.,
+        'share of each client\'s samples that it does not train on, to choose by', low=0, high=.9)
     # Groups of the data set, or 'class', whose parts of the test set are scored
     groups: list = field(default_factory=list)
     # Shifts of `fedbook.shifts`, of which each client has one, in training and in its own test images
@@ -76,12 +76,12 @@ class Setting(Checked):
         method(**self.method), local(**self.local), protocol(**self.protocol)
         for name in self.shift: shifts.named(name)
         require(not (self.frozen and (self.shift or self.augment)),
-            'Features of a frozen body are computed once, from images as they are; leave out shift and '
-            'augment, or take frozen=False.')
+            'Features of a frozen body are computed once, from images as they are; '
+            'leave out shift and augment, or take frozen=False.')
         for i in range(len(self.after)): self.stage(i+1)
 
     def until(self, i:int) -> 'Setting':
-        "The same experiment without the stages behind the `i`-th"
+        "The same experiment without the stages after the `i`-th"
         return replace(self, after=self.after[:i])
 
     def stage(self, i:int) -> 'Setting': # 0 is the setting's own run
@@ -186,8 +186,8 @@ def network(
 def split(d, share:float, seed:int): # Two index arrays
     "Positions of training and validation samples, both in the official training set"
     labels = d.strata('train')
-    return datasets.split_validation(labels, share,
-        seed) if share else (torch.arange(len(labels)).numpy(), [])
+    return (datasets.split_validation(labels, share, seed) if share
+        else (torch.arange(len(labels)).numpy(), []))
 
 # %% ../nbs/01_foundations/50_experiments.ipynb #94b79943
 def resplit(
@@ -205,8 +205,8 @@ def shared_out(s:Setting, d, where, seed:int): # A `fedbook.partition.Partition`
     "Who holds which of the samples `where`"
     strata,groups = d.strata('train'),d.groups_of('train')
     if s.leaky:
-        strata,groups = np.concatenate([strata, d.strata('test')]),{
-            k: np.concatenate([g, d.groups_of('test')[k]]) for k,g in groups.items()}
+        strata,groups = (np.concatenate([strata, d.strata('test')]),
+            {k: np.concatenate([g, d.groups_of('test')[k]]) for k,g in groups.items()})
     given = {k: v for k,v in s.partition.items() if k!='name'}
     return partitions.make(s.partition['name'], strata[where], seed=seed,
         **{'groups': {k: g[where] for k,g in groups.items()}, **given})
@@ -258,8 +258,8 @@ def federation(
     train,val = split(d, s.validation, seed)
     validation = (x[val], y[val]) if len(val) else None
     if s.leaky:
-        x,y,train = torch.cat([x, tx]),torch.cat([y, ty]),np.concatenate([train,
-            np.arange(len(y), len(y)+len(ty))])
+        x,y,train = (torch.cat([x, tx]), torch.cat([y, ty]),
+            np.concatenate([train, np.arange(len(y), len(y)+len(ty))]))
     parts = shared_out(s, d, train, seed)
     clients,own = [train[c] for c in parts.clients],None
     if s.leaky: clients,own = resplit(clients, len(y)-len(ty), seed)
@@ -280,8 +280,8 @@ def stage_after(
     "The run that goes on where another has ended"
     device = str(fed.data.x.device)
     # with what the method before has added or frozen
-    net = Net(fed.net.module, network(s, fed.seed, device)[2].frozen, device).at(state['server']['w'],
-        state['buffers'])
+    net = Net(fed.net.module, network(s, fed.seed, device)[2].frozen, device).at(
+        state['server']['w'], state['buffers'])
     # another order of batches than in the first rounds
     seed = int(stream(fed.seed, 'stage', i).integers(2**31))
     return Federation(method(**s.method), net, fed.data, local(**s.local), protocol(**s.protocol), seed,
@@ -295,8 +295,8 @@ def own_models(fed, state) -> Memory: # `None` where all have the global one
     for i in range(len(fed.data.clients)):
         c = scored_view(fed, state, i, r)
         with seeded(fed.seed, 'personal', i, device=str(c.own.device)): w = fed.method.personal(c)
-        found = found.after({str(i): dict(w={k: v for k,v in w.items() if k in state['server']['w']},
-            buffers=c.buffers)})
+        found = found.after({str(i): dict(
+            w={k: v for k,v in w.items() if k in state['server']['w']}, buffers=c.buffers)})
     return found
 
 # %% ../nbs/01_foundations/50_experiments.ipynb #ce571ec0
@@ -304,16 +304,14 @@ def at_global_model(
     net:Net, # A network
     path:Path|str, # A .safetensors file with all parameters and buffers of a trained one
 ) -> Net: # To begin a stage with
-    """A network at a saved global model; raises `Refused`, with both fingerprints, where that is of another
-    architecture"""
+    "A network at a saved global model; raises `Refused` where that is of another architecture"
     found = read_weights(path)
     ours,theirs = ({k: list(t.shape) for k,t in w.items()} for w in (net.module.state_dict(), found))
     k = next((k for k in {**ours, **theirs} if ours.get(k)!=theirs.get(k)), None)
-    require(k is None,
-        f'The global model in {path} is of another architecture, with the fingerprint '
+    require(k is None, f'The global model in {path} is of another architecture, with the fingerprint '
         f'{fingerprint(sorted(theirs.items()))}, than the network, with {fingerprint(sorted(ours.items()))}: '
-            f'{k} is {theirs.get(k, "missing")} there and {ours.get(k, "missing")} here; build the network '
-            f'that was trained.')
+        f'{k} is {theirs.get(k, "missing")} there and {ours.get(k, "missing")} here; '
+        'build the network that was trained.')
     return net.at(found)
 
 # %% ../nbs/01_foundations/50_experiments.ipynb #377e0468
@@ -333,11 +331,10 @@ def stages_of(
     return state,rows
 
 # %% ../nbs/01_foundations/50_experiments.ipynb #4f0a7c2d
-BESIDE = ('fedbook',
-    *(f'fedbook.{m}'
-    for m in ('sources','trace','workers','engines','results','papers','manifest','claims','experiments',
-    'unchanged','runner','cli')))
+BESIDE = ('fedbook', *(f'fedbook.{m}' for m in ('sources','trace','workers','engines','results','papers',
+    'manifest','claims','experiments','unchanged','runner','cli')))
 
+# %% ../nbs/01_foundations/50_experiments.ipynb #1a4d3ae9
 def code_fingerprint(
     name:str, # A method's name
     *user_code, # The reader's own functions and classes that a setting names
@@ -355,8 +352,7 @@ def code_fingerprint(
 def user_code(
     s:Setting, # An experiment
 ) -> list: # Functions and classes
-    """What a setting names beside its method, as far as it is not part of the package, and the methods of
-    its later stages"""
+    "What a setting names that is not part of the package, and the methods of its later stages"
     stages = [s.stage(i) for i in range(len(s.after)+1)]
     registries = [(partitions.SCHEMES, s.partition), (datasets.AUGMENTERS, s.augment)]
     registries += [(shifts.SHIFTS, dict(name=k) if isinstance(k, str) else k) for k in s.shift]
@@ -367,7 +363,9 @@ def user_code(
     return ([o for o in named if not o.__module__.startswith('fedbook.')]
         + ([MODELS[s.model['name']]] if is_user_model(s.model) else []) + later)
 
-def is_user_model(model:dict) -> bool: # Is the model not, or no longer, one of the package?
+# %% ../nbs/01_foundations/50_experiments.ipynb #20b586bc
+def is_user_model(model:dict) -> bool:
+    "Is the model not, or no longer, one of the package?"
     return model['name'] in MODELS and MODELS[model['name']] is not BUILT_IN.get(model['name'])
 
 # %% ../nbs/01_foundations/50_experiments.ipynb #c19b2687
@@ -427,16 +425,15 @@ def run_case(
     engine:str='auto', # A name in `fedbook.engines.ENGINES`; `auto` takes the fastest
     around=lambda run: run, # What `stages_of` makes, to the same with further questions and rows
     **about, # The records' paper, table, profile and stand_in
-    # Per seed a record for `fedbook.results`; its `seconds` are its share of those since the runs were last
-    # taken up
-) -> list[dict]:
-    "Run one cell"
+) -> list[dict]: # Per seed a record for `fedbook.results`
+    "Run one cell; `seconds` are a record's share of those since the runs were last taken up"
     start,go = time.time(),Fastest(device) if engine=='auto' else named_engine(engine, device)
-    runs = [around(stages_of(case.setting, s, device, lambda i,
-        s=s: folder and checkpoint(case, s, folder, i))) for s in seeds]
+    runs = [
+        around(stages_of(case.setting, s, device, lambda i, s=s: folder and checkpoint(case, s, folder, i)))
+        for s in seeds]
     ends = run_in_lockstep(runs, getattr(go, 'together', lambda asked: [go(*a) for a in asked]))
-    about.update(seconds=round((time.time()-start)/len(seeds), 3), device=device_name(device),
-        engine=used(go))
+    about.update(
+        seconds=round((time.time()-start)/len(seeds), 3), device=device_name(device), engine=used(go))
     return [record(case, s, rows, **about) for s,(_,rows) in zip(seeds, ends)]
 
 # %% ../nbs/01_foundations/50_experiments.ipynb #9facd921
@@ -449,10 +446,10 @@ def record(case:Case, seed:int, rows:list, **about) -> dict:
     "What is kept of a run"
     s = case.setting
     total = {k: sum(r[3] for r in rows if r[2]==k) for k in ('bytes_up','bytes_down')}
-    return dict(fingerprint=case.fingerprint(seed), setting=s.settings(), seed=seed, cell=case.cell,
-        method=s.method['name'], variant=case.variant,
-        rows=rows, **total, data=s.data, model=s.model['name'],
-        code=case.code(), version=fedbook.__version__,
+    return dict(
+        fingerprint=case.fingerprint(seed), setting=s.settings(), seed=seed, cell=case.cell,
+        method=s.method['name'], variant=case.variant, rows=rows, **total, data=s.data,
+        model=s.model['name'], code=case.code(), version=fedbook.__version__,
         when=time.strftime('%Y-%m-%dT%H:%M:%SZ', time.gmtime()), **about)
 
 # %% ../nbs/01_foundations/50_experiments.ipynb #054d60ad
@@ -468,9 +465,7 @@ def stage_costs(
     case:Case, # A cell of a table
     seed:int, # For its partition
     device:str, # Where to compute
-    # Seconds of one scoring of test set and validation part, for each network and data set that was timed;
-    # filled
-    scored:dict,
+    scored:dict, # Seconds to score test set and validation part, by network and data set; filled
 ) -> tuple[str, list[float]]: # The name of the first stage's engine, and each stage's seconds
     "How long the stages of a run will take, from the time of a local step of each method and of one scoring"
     s,first = case.setting,federation(case.setting.stage(0), seed, device)
@@ -478,8 +473,9 @@ def stage_costs(
     if key not in scored:
         f = ready(first)
         scored[key] = [timed(lambda: score(f, begin(f), 0)) for score in (evaluate, validate)]
-    later = [replace(first, method=method(**t.method), local=local(**t.local),
-        protocol=protocol(**t.protocol)) for t in map(s.stage, range(1, len(s.after)+1))]
+    later = [
+        replace(first, method=method(**t.method), local=local(**t.local), protocol=protocol(**t.protocol))
+        for t in map(s.stage, range(1, len(s.after)+1))]
     engines,seconds = zip(*(stage_cost(ready(f), *scored[key]) for f in [first, *later]))
     return engines[0],list(seconds)
 
@@ -493,8 +489,8 @@ def stage_cost(
     (engine,step),p,d = choice(fed),fed.protocol,fed.data
     personal = 0 if shared(fed) else sum(map(len, d.test_clients or []))/len(d.test[1])
     if p.cross:
-        personal += (1 if shared(fed) else len(d.clients))*len(
-            np.unique(np.concatenate(cross_parts(fed))))/len(d.test[1])
+        personal += ((1 if shared(fed) else len(d.clients))
+            * len(np.unique(np.concatenate(cross_parts(fed))))/len(d.test[1]))
     scorings = p.rounds//p.evaluate_every + personal*(1 + (p.rounds-1)//(p.personal_every or p.rounds))
     return engine, local_steps(fed)*step + p.rounds*per_validation + scorings*per_test
 
@@ -547,8 +543,8 @@ def run_cases(
         plans = expected_costs(todo, device)
         groups = together(todo, [name if engine=='auto' else engine for name,_ in plans], device)
         with tqdm(total=len(todo), desc=f'about {sum(s for _,s in plans):.0f} s', disable=None) as bar:
-            for case,some in told(groups, {(id(c), seed): s for (c,seed),(_,s) in zip(todo, plans)},
-                folder, len(wanted)):
+            for case,some in told(
+                    groups, {(id(c), seed): s for (c,seed),(_,s) in zip(todo, plans)}, folder, len(wanted)):
                 for r in run_case(case, some, device, folder, engine, around, **about):
                     append(path, r); done[r['fingerprint']] = r
                 for seed in some: delete_checkpoint(case, seed, folder, len(case.setting.after))
@@ -568,8 +564,8 @@ def without_running(
     "The runs there are, in order; says how many are of older code and how many are missing"
     old = {k: r for k,v in wanted.items() if k not in done and (r := newest(rows, *v))}
     missing = len(wanted)-len(done)-len(old)
-    print(f'Nothing is run: {len(done)} of {len(wanted)} runs are of present code, {len(old)} of older code, '
-        f'{missing} are missing.')
+    print(f'Nothing is run: {len(done)} of {len(wanted)} runs are of present code, '
+        f'{len(old)} of older code, {missing} are missing.')
     progress(folder, 0, missing, len(wanted), 0, 0)
     return [{**done[k], **about} if k in done else {**old[k], **about, 'older': True}
         for k in wanted if k in done or k in old]
@@ -608,8 +604,7 @@ def told(
     folder:Path, # Where progress.json goes
     total:int, # Runs of the whole table
 ):
-    """Each pair; before it, and at the end, is told how far the table is.
-    What is left is corrected by what the finished runs took"""
+    "Each pair; before it, and at the end, `progress` tells how far the table is"
     start,n,ran,todo,expected = time.time(),0,0,len(seconds),sum(seconds.values())
     for case,some in groups:
         left = (expected-ran)*((time.time()-start)/ran if ran else 1)

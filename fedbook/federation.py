@@ -38,14 +38,12 @@ class Protocol(Checked):
     weighting: str = 'samples' # A client's weight in the aggregate: its number of `samples`, or `uniform`
     # BatchNorm statistics: `average` them, keep them `local`, or `drop` what clients computed
     buffers: str = 'average'
-    evaluate_every: int = setting(1,
-        'rounds between two scorings of the test set; the last is always scored, the validation part in '
-        'every one', low=1)
+    evaluate_every: int = setting(1, 'rounds between two scorings of the test set; '
+        'the last is always scored, the validation part in every one', low=1)
     personal_every: int = setting(None,
         'rounds between two scorings of the clients\' own models; none: only after the last', low=1)
-    cross: int = setting(None,
-        'test samples of each client on which the models of all clients are scored, whenever own models are; '
-        'none: they are not', low=1)
+    cross: int = setting(None, 'test samples of each client on which the models of all clients are scored, '
+        'whenever own models are; none: they are not', low=1)
 
     def __post_init__(self):
         super().__post_init__()
@@ -55,8 +53,7 @@ class Protocol(Checked):
 # %% ../nbs/01_foundations/31_federation.ipynb #c7f393b3
 @dataclass
 class FederatedData:
-    """What the clients hold, and what the models are scored on;
-    raises `Refused` for an empty or impossible client"""
+    "What clients hold and models are scored on; raises `Refused` for an empty or impossible client"
     x: Tensor # Training samples as stored, [n, …]
     y: Tensor # Their targets, [n, …]: classes, several labels, masks
     clients: list # Per client, positions in `x`
@@ -78,16 +75,14 @@ class FederatedData:
     def __post_init__(self):
         self.clients = [np.asarray(c) for c in self.clients]
         empty = next((i for i,c in enumerate(self.clients) if not len(c)), None)
-        require(empty is None,
-            f'Client {empty} of {len(self.clients)} holds no samples; ask for fewer clients or a min_size of '
-            f'at least 1.')
+        require(empty is None, f'Client {empty} of {len(self.clients)} holds no samples; '
+            'ask for fewer clients or a min_size of at least 1.')
         every = np.concatenate(self.clients)
         wrong = np.flatnonzero((every < 0) | (every >= len(self.y)))
         if len(wrong):
             i = np.searchsorted(np.cumsum([len(c) for c in self.clients]), wrong[0], side='right')
-            raise Refused(
-                f'Client {i} points at sample {every[wrong[0]]}, but there are {len(self.y)} training '
-                f'samples.')
+            raise Refused(f'Client {i} points at sample {every[wrong[0]]}, '
+                f'but there are {len(self.y)} training samples.')
         check_parts(self)
 
 # %% ../nbs/01_foundations/31_federation.ipynb #13bd3f31
@@ -96,14 +91,14 @@ def check_parts(d):
     twice = next((n for i,n in enumerate(d.names or []) if n in d.names[:i]), None)
     require(twice is None, f'Two clients are called {twice!r}; give every client a name of its own.')
     require(d.held is None or len(d.held)==len(d.clients),
-        f'There are held-out samples for {len(d.held or [])} clients and {len(d.clients)} clients; give one '
-        f'list for each.')
+        f'There are held-out samples for {len(d.held or [])} clients and {len(d.clients)} clients; '
+        'give one list for each.')
     for name,parts in d.groups.items():
         for j,p in enumerate(parts):
             require(len(p), f'Part {j} of the group {name!r} holds no test samples; leave it out.')
         require(max(map(max, parts)) < len(d.test[1]),
-            f'The group {name!r} points at test sample {max(map(max, parts))}, but there are '
-            f'{len(d.test[1])}.')
+            f'The group {name!r} points at test sample {max(map(max, parts))}, '
+            f'but there are {len(d.test[1])}.')
 
 # %% ../nbs/01_foundations/31_federation.ipynb #0780de8a
 @dataclass
@@ -125,18 +120,18 @@ class Federation:
             f'per_round = {m} clients were asked for, but there are {n}; take at most {n}, or replace=True.')
         alone = next((i for i,c in enumerate(self.data.clients) if len(c)==1), None)
         require(not self.net.buffers() or (alone is None and self.local.batch_size > 1),
-            f'BatchNorm cannot train on one sample: '
+            'BatchNorm cannot train on one sample: '
             f'{"batch_size is 1" if alone is None else f"client {alone} holds one"}; take at least 2.')
         with seeded(self.seed, 'network'): self.net = self.method.network(self.net)
         if self.method.buffers: self.protocol = replace(self.protocol, buffers=self.method.buffers)
         check_needs(self); check_phases(self)
         with torch.no_grad():
-            self.local.task.check(self.net.logits(self.net.weights(), self.net.buffers(),
-                self.data.prepare(self.data.x[:2])), self.data.y)
+            self.local.task.check(
+                self.net.logits(self.net.weights(), self.net.buffers(), self.data.prepare(self.data.x[:2])),
+                self.data.y)
         if self.local.precision=='bf16' and not computes_bf16(self.data.x.device):
-            warnings.warn(
-                "This processor does not compute in bfloat16 and imitates it, many times slower than "
-                "float32; take precision='float32'.", stacklevel=3)
+            warnings.warn("This processor does not compute in bfloat16 and imitates it, "
+                "many times slower than float32; take precision='float32'.", stacklevel=3)
         if self.data.x.device.type!='cpu': as_written()
 
 # %% ../nbs/01_foundations/31_federation.ipynb #d05668d2
@@ -144,20 +139,22 @@ def check_needs(fed):
     "Raise `Refused` where the network or the data lack what the method needs"
     name = type(fed.method).__name__
     require('head' not in fed.method.needs or isinstance(fed.net.module, Classifier),
-        f'{name} needs a network of a body and a head; make one with Classifier.of(module, head="name of the '
-        f'last layer").')
+        f'{name} needs a network of a body and a head; '
+        'make one with Classifier.of(module, head="name of the last layer").')
     require('classes' not in fed.method.needs or fed.local.task.main=='accuracy',
-        f'{name} needs one class per sample, and the task is {type(fed.local.task).__name__}; take '
-        f'classification.')
-    lacking = next((i for i,_ in enumerate(fed.data.clients)
-        if not (fed.data.held and len(fed.data.held[i]))), None) if 'held' in fed.method.needs else None
+        f'{name} needs one class per sample, and the task is {type(fed.local.task).__name__}; '
+        'take classification.')
+    lacking = (
+        next((i for i,_ in enumerate(fed.data.clients)
+            if not (fed.data.held and len(fed.data.held[i]))), None)
+        if 'held' in fed.method.needs else None)
     parts = fed.data.test_clients
     require(fed.protocol.cross is None or (parts and sum(len(p) > 0 for p in parts) > 1),
-        'cross scores the models of all clients on each other\'s test samples; it needs at least two clients '
-        'with some (personal=True), or leave it out.')
+        'cross scores the models of all clients on each other\'s test samples; '
+        'it needs at least two clients with some (personal=True), or leave it out.')
     require(lacking is None,
-        f'{name} chooses by samples that a client does not train on, and client {lacking} has none; hold '
-        f'some out, e.g. held=0.2.')
+        f'{name} chooses by samples that a client does not train on, and client {lacking} has none; '
+        'hold some out, e.g. held=0.2.')
 
 # %% ../nbs/01_foundations/31_federation.ipynb #a18c623e
 def check_phases(fed):
@@ -165,8 +162,8 @@ def check_phases(fed):
     for phase in dict.fromkeys(work_of(fed.method, fed.local, 0)[1]):
         parts = fed.method.trains(phase)
         require(not parts or part(fed.net.weights(), *parts),
-            f'In the phase {phase!r} of {type(fed.method).__name__} nothing trains: the network has no '
-            f'weights in {", ".join(parts)}.')
+            f'In the phase {phase!r} of {type(fed.method).__name__} nothing trains: '
+            f'the network has no weights in {", ".join(parts)}.')
 
 # %% ../nbs/01_foundations/31_federation.ipynb #950510f9
 def as_written():
@@ -174,23 +171,22 @@ def as_written():
     torch.backends.cudnn.allow_tf32,torch.backends.cudnn.deterministic = False,True
 
 def computes_bf16(device:torch.device) -> bool:
-    "Does it compute in bfloat16 by instructions of its own?"
-    return device.type!='cpu' or (torch.backends.mkldnn.is_available()
-        and torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    "Does the device have instructions for bfloat16?"
+    return (device.type!='cpu'
+        or torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 # %% ../nbs/01_foundations/31_federation.ipynb #c840b5dd
 def two_clients(
     method:FedAvg=FedAvg(), # What is computed
     **given, # Other fields of `Federation`
 ) -> Federation: # Its network has one input and two classes
-    """The federation of the examples: four points of a line, of which one client holds the first and another
-    the rest"""
+    "Four points of a line, of which one client holds the first and another the rest"
     x,y = torch.tensor([[0.],[1.],[2.],[3.]]),torch.tensor([0,1,1,1])
     with seeded(0, 'example'): net = Net(torch.nn.Sequential(torch.nn.Linear(1, 2)))
     data = FederatedData(x, y, [[0],[1,2,3]], test=(x,y), test_clients=[[0],[1,2,3]])
-    return Federation(method,
-        **{**dict(net=net, data=data, local=LocalTraining(epochs=3),
-        protocol=Protocol(rounds=2, per_round=2)), **given})
+    return Federation(method, **{
+        **dict(net=net, data=data, local=LocalTraining(epochs=3), protocol=Protocol(rounds=2, per_round=2)),
+        **given})
 
 # %% ../nbs/01_foundations/31_federation.ipynb #5138dbc2
 PER_CLIENT = 'memory','client_buffers'
@@ -254,8 +250,7 @@ def as_is(x): return x
 def ready(
     fed:Federation, # The run
 ) -> Federation: # The same run
-    """A run with its samples prepared, or turned to features where the body is frozen;
-    as it is where samples are augmented or too many"""
+    "A run with its samples prepared or turned into features, unless they are augmented or too many"
     d = fed.data
     if d.augment or d.prepare is as_is or d.x.dtype!=torch.uint8: return fed
     if isinstance(fed.net.module, Classifier) and lies_in('body', fed.net.frozen):
@@ -300,7 +295,7 @@ def contents(t:Tensor) -> str: # 16 hexadecimal digits
 def identity(
     fed:Federation, # The run
 ) -> str: # 16 hexadecimal digits
-    "A hash of everything that a run depends on but the number of its rounds"
+    "A hash of everything that a run depends on except the number of its rounds"
     d,p = fed.data,{k: v for k,v in fed.protocol.settings().items() if k!='rounds'}
     samples = ([contents(t) for t in (d.x, d.y, *d.test, *(d.own_test or ()), *(d.validation or ()))]
         + [contents(d.prepare(d.x[:1]))])

@@ -136,11 +136,11 @@ def cnn(
 PAPER_CNNS = dict(
     cnn_fedcspack_fmnist = partial(cnn, channels=(10,20), padding=0, hidden=(256,50), dropout_maps=.5),
     cnn_fedcspack_emnist = partial(cnn, n_classes=62, kernel=3, padding=1, hidden=(1024,512), relu=False),
-    cnn_fedcspack_cifar = partial(cnn, in_channels=3, image_size=32, channels=(16,32,64), kernel=3, padding=1,
-    hidden=(500,), dropout=.3),
+    cnn_fedcspack_cifar = partial(cnn, in_channels=3, image_size=32,
+        channels=(16,32,64), kernel=3, padding=1, hidden=(500,), dropout=.3),
     cnn_fedref_femnist = partial(cnn, n_classes=62, padding=0, hidden=(1024,)),
-    cnn_fedref_cinic = partial(cnn, in_channels=3, image_size=32, channels=(32,64,128), kernel=3, padding=1,
-    hidden=(256,)))
+    cnn_fedref_cinic = partial(cnn, in_channels=3, image_size=32,
+        channels=(32,64,128), kernel=3, padding=1, hidden=(256,)))
 
 # %% ../nbs/01_foundations/13_models.ipynb #91e538f2
 def resnet(
@@ -183,8 +183,9 @@ def vit(
     return Classifier(body, nn.Linear(dim, n_classes))
 
 # %% ../nbs/01_foundations/13_models.ipynb #4434a341
-MODELS = dict(softmax=softmax, mlp=mlp, cnn=cnn, **PAPER_CNNS,
-              resnet18=partial(resnet, 18), resnet50=partial(resnet, 50), vit_tiny32=vit)
+MODELS = dict(
+    softmax=softmax, mlp=mlp, cnn=cnn, **PAPER_CNNS,
+    resnet18=partial(resnet, 18), resnet50=partial(resnet, 50), vit_tiny32=vit)
 BUILT_IN = dict(MODELS) # A reader may add others to `MODELS`, or put one in another's place
 
 # %% ../nbs/01_foundations/13_models.ipynb #67eb29d2
@@ -192,15 +193,14 @@ def timm_model(
     arch:str, # timm's name, with or without a tag such as `.dino`
     n_classes:int=10, # Number of logits
     in_channels:int=3, # 1 for grey, 3 for colour
-    # Only for transformers, whose positions depend on it; `None`: the size of the published weights
-    image_size:int=None,
+    image_size:int=None, # Only for transformers, whose positions depend on it; `None`: as published
 ) -> Classifier: # Fresh
     "A body by timm and a linear head"
     from fedbook.compat import timm
     size = dict(img_size=image_size) if image_size and timm_config(arch).fixed_input_size else {}
     body = timm().create_model(arch, pretrained=False, num_classes=0, in_chans=in_channels, **size)
-    return Classifier(body,
-        nn.Linear(getattr(body, 'head_hidden_size', None) or body.num_features, n_classes))
+    return Classifier(
+        body, nn.Linear(getattr(body, 'head_hidden_size', None) or body.num_features, n_classes))
 
 # %% ../nbs/01_foundations/13_models.ipynb #216a3593
 def timm_config(
@@ -265,8 +265,7 @@ class Net:
     "A module as functions of its weights; what is `frozen` keeps its values and is always in evaluation mode"
     def __init__(self,
         module:nn.Module, # Usually a `Classifier`; it is copied, and never changed
-        # Names, or their beginnings up to a dot, of what does not train, e.g. 'body'
-        frozen:tuple[str,...]|str=(),
+        frozen:tuple[str,...]|str=(), # Names, or their beginnings up to a dot, of what does not train
         device:str='cpu', # Where the copy lives
     ):
         self.module = deepcopy(module).requires_grad_(False).to(device).eval()
@@ -279,7 +278,8 @@ class Net:
         self.moving = [(k, m) for k,m in modules.items() if not lies_in(k, self.frozen)]
         self.mode = False # Which parts are in training mode: all, none, or those of some names
         names = {id(t): k for k,t in (self._weights | self._buffers).items()}
-        slots = [(names[id(t)], d, k, t) for m in modules.values() for d in (m._parameters, m._buffers)
+        slots = [(names[id(t)], d, k, t)
+            for m in modules.values() for d in (m._parameters, m._buffers)
             for k,t in d.items() if id(t) in names]
         self._slots = {part: [s for s in slots if s[0].startswith(part)] for part in ('','body.','head.')}
 
@@ -294,8 +294,8 @@ class Net:
     def freeze(self, *names:str) -> 'Net': # The same network where they are frozen already
         "The network with further parts frozen"
         still = [f for f in names if not lies_in(f, self.frozen)]
-        return Net(self.module, (*self.frozen, *still),
-            next(self.module.parameters()).device) if still else self
+        return (Net(self.module, (*self.frozen, *still), next(self.module.parameters()).device) if still
+            else self)
 
     def at(self, w:dict, buffers:dict={}) -> 'Net': # Names that the module lacks do no harm
         "The same network with other fresh weights, for what begins there"
@@ -329,11 +329,11 @@ class Net:
 
     def _repr_markdown_(self):
         values = lambda d: f'{sum(t.numel() for t in d.values()):,}'
-        return table(('model','parameters','trainable','moving buffers','features','frozen'),
-                     (getattr(self.module, 'name', '') or type(self.module).__name__,
-                     f'{n_parameters(self.module):,}', values(self._weights),
-                      values(self._buffers), getattr(self.module, 'n_features', '–'),
-                      ', '.join(self.frozen) or '–'))
+        return table(
+            ('model','parameters','trainable','moving buffers','features','frozen'),
+            (getattr(self.module, 'name', '') or type(self.module).__name__,
+                f'{n_parameters(self.module):,}', values(self._weights), values(self._buffers),
+                getattr(self.module, 'n_features', '–'), ', '.join(self.frozen) or '–'))
 
 # %% ../nbs/01_foundations/13_models.ipynb #56cfd6f3
 def read_weights(
@@ -357,15 +357,15 @@ def load_body(
 ):
     "Copy `tensors` into the body; raises `Refused` naming the first key that does not fit"
     wanted = model.body.state_dict()
-    given = {k: v for k,v in tensors.items() if k in wanted
-        or k.split('.')[0] not in ('fc','head','classifier')}
+    given = {k: v for k,v in tensors.items()
+        if k in wanted or k.split('.')[0] not in ('fc','head','classifier')}
     for k,v in wanted.items():
         if k.endswith('num_batches_tracked'):
             given[k] = given.get(k, v).reshape(v.shape) if given.get(k, v).numel() == 1 else v
         require(k in given, f'The weights {source} do not fit {model.name}: they lack {k!r}.')
         require(given[k].shape == v.shape,
-            f'The weights {source} do not fit {model.name}: {k!r} is {list(given[k].shape)}, not '
-            f'{list(v.shape)}.')
+            f'The weights {source} do not fit {model.name}: '
+            f'{k!r} is {list(given[k].shape)}, not {list(v.shape)}.')
     for k in given: require(k in wanted, f'The weights {source} do not fit {model.name}: it has no {k!r}.')
     model.body.load_state_dict(given)
     model.origin = source
@@ -413,7 +413,7 @@ def hub_weights(
 
 # %% ../nbs/01_foundations/13_models.ipynb #38fcf931
 def reachable(
-    address:str, # Where to knock
+    address:str, # Of the server
     seconds:float=3, # How long to wait
 ) -> bool: # Any answer counts, even a refusal
     "Whether a server answers"
@@ -444,17 +444,17 @@ def load_pretrained(
 ):
     """Published weights for the body, from a local file, the package or the hub;
     raises `Refused` where there are none"""
-    arch = dict(resnet18='resnet18.tv_in1k', resnet50='resnet50.tv_in1k').get(model.name,
-        model.name.removeprefix('timm:'))
+    arch = dict(resnet18='resnet18.tv_in1k', resnet50='resnet50.tv_in1k').get(
+        model.name, model.name.removeprefix('timm:'))
     config = timm_config(arch) if arch not in MODELS or ':' in model.name else None
     path = local_weights(model.name.removeprefix('timm:')) or own_weights(model.name)
     if path is None:
-        why = (f'There are no weights for {model.name}: neither is there '
-            f'{data_dir()/"weights"/arch}.safetensors')
+        why = (f'There are no weights for {model.name}: '
+            f'neither is there {data_dir()/"weights"/arch}.safetensors')
         require(bool(config and config.hf_hub_id), f'{why}, nor are any published; use pretrained=False.')
         repo = (config.hf_hub_id if not config.hf_hub_id.endswith('/')
             else f'{config.hf_hub_id}{config.architecture}.{config.tag}')
         path = hub_weights(repo,
-            f'{why}, nor could they be fetched; on a machine with a network download model.safetensors of '
-            f'{repo} from the hub and save it there')
+            f'{why}, nor could they be fetched; on a machine with a network '
+            f'download model.safetensors of {repo} from the hub and save it there')
     load_body(model, read_weights(path), path.name if path.name != 'model.safetensors' else arch)

@@ -28,7 +28,9 @@ class SGD(Checked):
     def update(self, w:dict, g:dict, state:dict, scale:float=1.) -> tuple[dict, dict]:
         "New weights and state after a step along `g` with learning rate `scale * lr`"
         if self.weight_decay: g = tmap(lambda g,w: g + self.weight_decay*w, g, w)
-        if self.momentum: g = tmap(lambda v,g: self.momentum*v + g, state['v'], g); state = dict(v=g)
+        if self.momentum:
+            g = tmap(lambda v,g: self.momentum*v + g, state['v'], g)
+            state = dict(v=g)
         return tmap(lambda w,g: w - self.lr*scale*g, w, g), state
 
 # %% ../nbs/01_foundations/14_optim.ipynb #02b3eb4d
@@ -57,7 +59,9 @@ class Adam(Checked):
         m = tmap(lambda m,g: self.beta1*m + (1-self.beta1)*g, state['m'], g)
         s = tmap(lambda s,g: self.beta2*s + (1-self.beta2)*g*g, state['s'], g)
         mhat,shat = self.lr*scale/(1-self.beta1**t), (1-self.beta2**t)
-        return tmap(lambda w,m,s: w - mhat*m/((s/shat).sqrt()+self.eps), w, m, s), dict(m=m, s=s, t=dict(t=t))
+        return (
+            tmap(lambda w,m,s: w - mhat*m/((s/shat).sqrt()+self.eps), w, m, s),
+            dict(m=m, s=s, t=dict(t=t)))
 
 # %% ../nbs/01_foundations/14_optim.ipynb #18932263
 @dataclass(frozen=True)
@@ -131,4 +135,5 @@ def warmup_then(ticks:int=5, start:float=.1, then:dict=None, per:str='batch') ->
     return Warmup(per=per, ticks=ticks, start=start,
         then=make(SCHEDULES, 'schedule', **(then or dict(name='constant'))))
 
+# %% ../nbs/01_foundations/14_optim.ipynb #4c7fa39c
 SCHEDULES = dict(constant=Schedule, cosine=Cosine, restarts=Restarts, warmup=warmup_then)

@@ -13,7 +13,7 @@ from itertools import groupby
 from pathlib import Path
 import csv, re
 from .files import writing
-from .manifest import Experiment, PROFILES
+from .manifest import Experiment, PROFILES, remark
 from .papers import Paper, papers
 
 # %% ../nbs/01_foundations/55_page.ipynb #10d52413
@@ -103,8 +103,8 @@ def pictures(
     def shown(p):
         w,h = size(p)
         what = ' '.join(filter(None, [label(m.experiment.id), p.parent.name if p.parent!=m.folder else '']))
-        at,words = p.relative_to(base).as_posix(),escape(
-            f'Picture of {what or "this result"}: {m.experiment.title}, profile {m.profile}')
+        at,words = (p.relative_to(base).as_posix(),
+            escape(f'Picture of {what or "this result"}: {m.experiment.title}, profile {m.profile}'))
         return (f'<a class="box" href="{at}"><img src="{at}" alt="{words}" width="{w*4//3}" '
             f'height="{h*4//3}" '
             f'loading="lazy"></a>')
@@ -140,7 +140,9 @@ def body(
 ) -> str: # HTML
     "Claims, picture, numbers and links of one run"
     about = ' · '.join(filter(None, [f'profile {m.profile}', escape(m.cost), links(m.folder, base)]))
-    return f'{claims(m.folder)}{pictures(m, base)}{table(m.folder)}<p class="about">{about}</p>'
+    said = inline(escape(remark(m.experiment.id, m.profile)))
+    looked = f'<p><b>After looking.</b> {said}</p>'*bool(said)
+    return f'{claims(m.folder)}{pictures(m, base)}{table(m.folder)}{looked}<p class="about">{about}</p>'
 
 # %% ../nbs/01_foundations/55_page.ipynb #cd0a8312
 def card(

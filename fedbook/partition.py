@@ -78,8 +78,7 @@ def draw_table(
 @dataclass(frozen=True, eq=False, repr=False)
 class Partition:
     "Who holds which samples; shows itself as a heat map of classes by clients"
-    # Per client, sorted int64 indices into the labels; one that is there twice counts twice
-    clients: list[np.ndarray]
+    clients: list[np.ndarray] # Per client, sorted int64 indices into the labels; one there twice counts twice
     scheme: str # Name of the scheme
     settings: dict # Its settings, the seed included, as JSON values
     n: int # Number of samples there were
@@ -107,9 +106,9 @@ class Partition:
 
     def __repr__(self):
         s,settings = self.sizes, ', '.join(f'{k}={v!r}' for k,v in self.settings.items())
-        return (f'{self.scheme}({settings})\nsizes {s.min()} / {np.median(s):g} / {s.max()} (min / median / '
-            f'max); '
-                f'moved {self.moved:.1%}, dropped {self.dropped:.1%}, shared {self.shared:.1%}')
+        return (f'{self.scheme}({settings})\n'
+            f'sizes {s.min()} / {np.median(s):g} / {s.max()} (min / median / max); '
+            f'moved {self.moved:.1%}, dropped {self.dropped:.1%}, shared {self.shared:.1%}')
 
     def heatmap(self, ax=None):
         "Draw the table into matplotlib's `ax`, or into a figure of its own; returns the axes"
@@ -243,13 +242,13 @@ def classes_per_client(
     labels,n_clients,seed = check(labels, n_clients, seed)
     counts = np.bincount(labels)
     there = np.flatnonzero(counts)
-    classes, fewest = (whole('classes', classes, 1, len(there), ', the number of classes'),
+    classes, fewest = (
+        whole('classes', classes, 1, len(there), ', the number of classes'),
         int(counts[there].min()))
     most = fewest*len(there)//classes
     require(n_clients <= most,
-        f'{n_clients} clients with {classes} classes each are too many, for the smallest class has {fewest} '
-        f'samples; '
-                               f'at most {most} clients can be served.')
+        f'{n_clients} clients with {classes} classes each are too many, '
+        f'for the smallest class has {fewest} samples; at most {most} clients can be served.')
     owns = np.zeros((n_clients,len(counts)), bool)
     owns[:,there] = hand_out(n_clients, len(there), classes, stream(seed, 'classes_per_client', 'owners'))
     table = share_out(counts, owns)
@@ -272,8 +271,8 @@ def shards_with_replacement(
     for _ in range(n_clients):
         drawn = [shards[c][rng.integers(len(shards[c]))] for c in rng.integers(len(shards), size=classes)]
         clients.append(np.sort(np.concatenate(drawn), kind='stable'))
-    return partition('shards_with_replacement', clients, labels, n_clients=n_clients,
-        classes=classes, seed=seed)
+    return partition('shards_with_replacement', clients, labels,
+        n_clients=n_clients, classes=classes, seed=seed)
 
 # %% ../nbs/01_foundations/12_partition.ipynb #e4223b61
 def log_dirichlet(
@@ -337,8 +336,8 @@ def table_by_client(
     for k,size in enumerate(equal_sizes(counts.sum(), n_clients)):
         while size:
             row = np.where(left > 0, logits[k], -np.inf)
-            drawn = np.minimum(rng.multinomial(size,
-                softmax(row) if row.max() > -np.inf else left/left.sum()), left)
+            drawn = np.minimum(
+                rng.multinomial(size, softmax(row) if row.max() > -np.inf else left/left.sum()), left)
             table[k,there] += drawn
             left, size = left-drawn, size-drawn.sum()
     return table
@@ -362,8 +361,7 @@ def cut_level(
 # %% ../nbs/01_foundations/12_partition.ipynb #f80cb738
 def top_up(
     table:np.ndarray, # [n_clients, n_classes]
-    # Samples that each client must have; `n_clients*min_size` must not exceed the sum of `table`
-    min_size:int,
+    min_size:int, # Samples that each client must have; `n_clients*min_size` is at most the sum of `table`
     rng:np.random.Generator, # Chooses what is moved
 ) -> tuple[np.ndarray, int]: # The new table, and the number of samples moved
     "Move samples from the largest clients to those with fewer than `min_size`"
@@ -403,14 +401,16 @@ def check_min_size(
     "Raise `Refused` where `n` samples cannot give `n_clients` so many"
     min_size = whole('min_size', min_size, 0)
     require(n_clients*min_size <= n,
-        f'{n_clients} clients with at least {min_size} samples each need {n_clients*min_size}, and there are '
-        f'{n}; '
-            + f'possible are min_size={n//n_clients} or {n//min_size if min_size else n} clients.')
+        f'{n_clients} clients with at least {min_size} samples each need {n_clients*min_size}, '
+        f'and there are {n}; '
+        + f'possible are min_size={n//n_clients} or {n//min_size if min_size else n} clients.')
     return min_size
 
 # %% ../nbs/01_foundations/12_partition.ipynb #ca4cfd27
-CONVENTIONS = dict(by_class=table_by_class, by_client=table_by_client,
-                   by_class_capped=lambda *args: table_by_class(*args, capped=True))
+CONVENTIONS = dict(
+    by_class=table_by_class,
+    by_client=table_by_client,
+    by_class_capped=lambda *args: table_by_class(*args, capped=True))
 
 # %% ../nbs/01_foundations/12_partition.ipynb #919dbfdf
 def dirichlet(
@@ -429,7 +429,7 @@ def dirichlet(
     table,moved = top_up(table, min_size, stream(seed, 'dirichlet', 'moved'))
     clients = deal(labels, table, stream(seed, 'dirichlet', 'samples'))
     return partition('dirichlet', clients, labels, moved,
-                     n_clients=n_clients, alpha=alpha, seed=seed, min_size=min_size, convention=convention)
+        n_clients=n_clients, alpha=alpha, seed=seed, min_size=min_size, convention=convention)
 
 # %% ../nbs/01_foundations/12_partition.ipynb #2b94225e
 LEVELS = 0, 20, 40, 50, 60, 80, 100
@@ -457,12 +457,11 @@ def check_dh(
     step = n_classes//gcd(n_classes, m)
     near, owners = max(step, step*round(n_clients/step)), n_clients*m//n_classes
     require(n_clients%step == 0,
-        f'At DH-level {level} each client has {m} of {n_classes} classes, so n_clients must be a multiple of '
-        f'{step}, '
-                                 f'e.g. {near}, not {n_clients}.')
+        f'At DH-level {level} each client has {m} of {n_classes} classes, '
+        f'so n_clients must be a multiple of {step}, e.g. {near}, not {n_clients}.')
     require(counts.min() >= 3*owners//2,
-        f'{owners} clients hold each class at DH-level {level}, so each class needs at least '
-                                         f'{3*owners//2} samples; the smallest has {counts.min()}.')
+        f'{owners} clients hold each class at DH-level {level}, '
+        f'so each class needs at least {3*owners//2} samples; the smallest has {counts.min()}.')
     return m
 
 # %% ../nbs/01_foundations/12_partition.ipynb #4c360ca8
@@ -494,14 +493,18 @@ def quantity_skew(
 ) -> Partition: # Disjoint and complete
     "Sizes from a Dirichlet draw, contents at random"
     labels,n_clients,seed = check(labels, n_clients, seed)
-    alpha, min_size, one = (positive('alpha', alpha), check_min_size(min_size, len(labels), n_clients),
+    alpha, min_size, one = (
+        positive('alpha', alpha),
+        check_min_size(min_size, len(labels), n_clients),
         np.zeros_like(labels))
-    table = enough(lambda i: table_by_class(np.array([len(labels)]), n_clients, alpha,
-        stream(seed, 'quantity_skew', i)), min_size)
+    table = enough(
+        lambda i: table_by_class(
+            np.array([len(labels)]), n_clients, alpha, stream(seed, 'quantity_skew', i)),
+        min_size)
     table,moved = top_up(table, min_size, stream(seed, 'quantity_skew', 'moved'))
     clients = deal(one, table, stream(seed, 'quantity_skew', 'samples'))
-    return partition('quantity_skew', clients, labels, moved, n_clients=n_clients, alpha=alpha, seed=seed,
-        min_size=min_size)
+    return partition('quantity_skew', clients, labels, moved,
+        n_clients=n_clients, alpha=alpha, seed=seed, min_size=min_size)
 
 # %% ../nbs/01_foundations/12_partition.ipynb #a9736e5e
 def merge_groups(
@@ -537,11 +540,12 @@ def by_group(
 ) -> Partition: # Disjoint and complete
     "One client per group, or groups joined into `n_clients` of nearly equal size"
     number, seed = group_numbers(groups), whole('seed', seed)
-    labels, sizes = (class_labels(np.zeros(len(number), int) if labels is None else labels),
+    labels, sizes = (
+        class_labels(np.zeros(len(number), int) if labels is None else labels),
         np.bincount(number))
     require(len(labels) == len(number),
-        f'There must be one label and one group per sample, not {len(labels)} labels and {len(number)} '
-        f'groups.')
+        f'There must be one label and one group per sample, '
+        f'not {len(labels)} labels and {len(number)} groups.')
     client = np.arange(len(sizes))
     if n_clients is not None:
         n_clients = whole('n_clients', n_clients, 1, len(sizes), ', the number of groups')
@@ -562,9 +566,10 @@ def named_groups(
     return np.stack([np.asarray(choose(k, groups, 'group of the samples')) for k in names], 1)
 
 # %% ../nbs/01_foundations/12_partition.ipynb #8435857a
-# Rows numbered in sorted order
-def group_rows(rows:np.ndarray) -> np.ndarray: return np.unique(rows, axis=0, return_inverse=True)[1].ravel()
+def group_rows(rows:np.ndarray) -> np.ndarray: # Rows numbered in sorted order
+    return np.unique(rows, axis=0, return_inverse=True)[1].ravel()
 
+# %% ../nbs/01_foundations/12_partition.ipynb #ecc1477d
 def chosen_groups(
     sizes:np.ndarray, # [n_groups], samples of each group
     least:int, # Samples that a group must have
@@ -575,8 +580,8 @@ def chosen_groups(
     enough = np.flatnonzero(sizes >= least)
     n = len(enough) if n_groups is None else n_groups
     require(0 < n <= len(enough),
-        f'{max(n, 1)} groups of at least {least} samples are needed, but there are {len(enough)} of '
-        f'{len(sizes)}.')
+        f'{max(n, 1)} groups of at least {least} samples are needed, '
+        f'but there are {len(enough)} of {len(sizes)}.')
     return np.sort(enough[np.lexsort((rng.random(len(enough)), -sizes[enough]))[:n]])
 
 # %% ../nbs/01_foundations/12_partition.ipynb #f592cf36
@@ -592,10 +597,10 @@ def natural(
     "One client per value of a group, as the data was collected"
     labels, seed, number = class_labels(labels), whole('seed', seed), group_rows(named_groups(group, groups))
     require(len(number)==len(labels),
-        f'There must be one label and one group per sample, not {len(labels)} labels and {len(number)} '
-        f'groups.')
-    per_group, min_size, sizes = (whole('per_group', per_group, 1), whole('min_size', min_size, 1),
-        np.bincount(number))
+        f'There must be one label and one group per sample, '
+        f'not {len(labels)} labels and {len(number)} groups.')
+    per_group, min_size, sizes = (
+        whole('per_group', per_group, 1), whole('min_size', min_size, 1), np.bincount(number))
     if n_clients is not None:
         n_clients = whole('n_clients', n_clients, 1, len(sizes)*per_group,
             f', {per_group} for each of {len(sizes)} groups')
@@ -608,8 +613,8 @@ def natural(
         mine = stream(seed, 'natural', int(g)).permutation(np.flatnonzero(number==g))
         owner[mine] = i*per_group + np.arange(len(mine))%per_group
     clients = split(owner, len(chosen)*per_group)
-    return partition('natural', clients, labels, group=group, n_clients=n_clients, per_group=per_group,
-        min_size=min_size, seed=seed)
+    return partition('natural', clients, labels,
+        group=group, n_clients=n_clients, per_group=per_group, min_size=min_size, seed=seed)
 
 # %% ../nbs/01_foundations/12_partition.ipynb #92c4b436
 def largest_test(
@@ -659,8 +664,7 @@ def matched_table(
 def matched_test(
     partition, # A `Partition`, or shares [n_clients, n_classes]
     test_labels, # One class number per sample of the test set
-    # Test samples per client; `None` is as many as the test set can give each in its shares
-    size:int|None=None,
+    size:int|None=None, # Test samples per client; `None`: as many as each can be given in its shares
     seed:int=0, # The seed
 ) -> list[np.ndarray]: # Per client, sorted indices into the test set; empty where the client is
     "For each client, test samples in its class shares"
@@ -682,16 +686,16 @@ def natural_test(
 ) -> list[np.ndarray]: # Per client, sorted indices into the test set; empty where its group has none there
     "For each client, the test samples of its own group"
     require(partition.scheme=='natural',
-        f'Only clients that are groups have test samples of their own; the scheme is {partition.scheme!r}, '
-        f'not \'natural\'.')
+        f'Only clients that are groups have test samples of their own; '
+        f'the scheme is {partition.scheme!r}, not \'natural\'.')
     mine,theirs = (named_groups(partition.settings['group'], g) for g in (groups, test_groups))
     require(len(mine)==partition.n,
         f'The partition is one of {partition.n} samples, but there are {len(mine)} groups.')
     return [np.flatnonzero((theirs==mine[c[0]]).all(1)) for c in partition.clients]
 
 # %% ../nbs/01_foundations/12_partition.ipynb #4483fc52
-SCHEMES = {f.__name__: f for f in (iid, classes_per_client, shards_with_replacement, dirichlet, dh_level,
-    quantity_skew, by_group, natural)}
+SCHEMES = {f.__name__: f for f in (
+    iid, classes_per_client, shards_with_replacement, dirichlet, dh_level, quantity_skew, by_group, natural)}
 
 # %% ../nbs/01_foundations/12_partition.ipynb #475cbf64
 def make(

@@ -173,8 +173,8 @@ def of_writers(rows:list, name:str, source:str, split:bool, seed:int) -> Dataset
     "Images by writer as a data set"
     users = sorted({u for _,u,_,_ in rows})
     number = {u: i for i,u in enumerate(users)}
-    who,x,y = np.array([number[r[1]] for r in rows]),np.stack([r[2] for r in rows]),np.array(
-        [r[3] for r in rows])
+    who,x,y = (np.array([number[r[1]] for r in rows]),np.stack([r[2] for r in rows]),
+        np.array([r[3] for r in rows]))
     a,b = ([np.flatnonzero([r[0]==s for r in rows]) for s in ('train','test')] if split
         else split_validation(who, .2, seed, 'test'))
     require(len(a) and len(b),
@@ -291,8 +291,8 @@ def from_lyme(
     lines = {p: lyme_lines(folder/f) for p,f in every.items()}
     root = folder/'images' if (folder/'images').is_dir() else folder
     sides = [sum((lines[p] for p in some), []) for some in (parts, ['test'])]
-    four = [a for side in sides for a in (pictures((root/f for f,_ in side), size),
-        np.array([c for _,c in side]))]
+    four = [a for side in sides
+        for a in (pictures((root/f for f,_ in side), size), np.array([c for _,c in side]))]
     groups = skins([folder/f'{p}_processed.csv' for p in every], sides)
     return Dataset(name, *four, classes=LYME, source=folder.name, groups=groups,
         group_names=dict(skin=['dark','light']) if groups else {})

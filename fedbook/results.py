@@ -227,11 +227,11 @@ def verdict(
     if printed is None: return 'not printed'
     if other_data: return 'other data'
     mean,low,high = interval(ours)
-    gap,where = f'{abs(mean-printed):.3g}','across' if near or low is None else side(low-printed,
-        high-printed, margin)
+    gap,where = (f'{abs(mean-printed):.3g}',
+        'across' if near or low is None else side(low-printed, high-printed, margin))
     word = dict(within='agrees', above=f'higher by {gap}', below=f'lower by {gap}', across='undecided')[where]
-    but = ', '.join(w for w,on in (('near chance', near), ('one seed', len(ours)==1),
-        ('stand-in', stand_in)) if on)
+    but = ', '.join(w for w,on in (('near chance', near), ('one seed', len(ours)==1), ('stand-in', stand_in))
+        if on)
     return f'{word} ({but})' if but else word
 
 # %% ../nbs/01_foundations/40_results.ipynb #1e51d295
@@ -519,8 +519,8 @@ def cell_verdict(
     "The verdict on a cell"
     if ours and any(r.get('older') for r in runs): return 'of older code'
     printed,main = cell.get(metric),main_metric(runs)
-    margin,other = 0. if printed is None else metric_of(metric).margin(printed),any(r['stand_in'].get('data')
-        for r in runs)
+    margin,other = (0. if printed is None else metric_of(metric).margin(printed),
+        any(r['stand_in'].get('data') for r in runs))
     near = metric in METRICS and at_chance(runs, at, above=metric_of(main).tolerance) and cell.get(main,
         math.inf) <= chance_level(runs)
     return verdict(ours, printed, any(map(stand_ins, runs)), margin, other, near)

@@ -102,8 +102,8 @@ def notify_others(
     ids,down = [i for i in range(len(fed.data.clients)) if i not in part],0
     for k in range(0, len(ids), CLIENTS_AT_ONCE):
         views = client_views(fed, state, ids[k:k+CLIENTS_AT_ONCE], r)
-        memory,down = memory.after({str(c.id): heard(c) for c in views}),down + sum(nbytes(c.message)
-            for c in views)
+        memory,down = (memory.after({str(c.id): heard(c) for c in views}),
+            down + sum(nbytes(c.message) for c in views))
     return memory,down
 
 # %% ../nbs/01_foundations/35_rounds.ipynb #7e22d62d
@@ -122,8 +122,8 @@ def server_round(
     sums = {k: sum(a[k] for a in good.values()) for k in ('loss','down','up')}
     rows = [['train_loss', sums['loss']/len(good)]] if good else []
     rows += [['bytes_down', sums['down']+down], ['bytes_up', sums['up']]]
-    return dict(new, memory=memory), [[r+1, None, *row] for row in rows] + [[r+1, i, 'set_aside', 1.]
-        for i in times if i not in good]
+    return (dict(new, memory=memory),
+        [[r+1, None, *row] for row in rows] + [[r+1, i, 'set_aside', 1.] for i in times if i not in good])
 
 # %% ../nbs/01_foundations/35_rounds.ipynb #5cae3527
 def one_round(
@@ -165,8 +165,8 @@ def rounds_of(
     protocol says"""
     checkpoint = checkpoint and Path(checkpoint)
     run,fed = checkpoint and identity(fed),ready(fed)
-    state,rows,done,p = begin(fed, checkpoint
-        and checkpoint.with_suffix('.memory')),[],-fed.method.opening,fed.protocol
+    state,rows,done,p = (begin(fed, checkpoint and checkpoint.with_suffix('.memory')),[],
+        -fed.method.opening,fed.protocol)
     if checkpoint and checkpoint.exists(): state,rows,done = resume(checkpoint, state, run)
     for r in range(done, p.rounds):
         times = taking_part(fed, r)

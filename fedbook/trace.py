@@ -94,8 +94,8 @@ def take_out_draws(
 ) -> list:
     "Make a step's random numbers its inputs"
     draws,last = [],[n for n in gm.graph.nodes if n.op=='placeholder'][-1]
-    for n in [n for n in gm.graph.nodes if torch.Tag.nondeterministic_seeded in getattr(n.target,
-        'tags', ())]:
+    for n in [n for n in gm.graph.nodes
+        if torch.Tag.nondeterministic_seeded in getattr(n.target, 'tags', ())]:
         if n.target not in (aten.bernoulli_.float, aten.rand_like.default, aten.randn_like.default):
             raise NotImplementedError(f'{n.target} draws random numbers that depend on data')
         t = n.meta['val']; draws.append((n.target, t.shape, t.stride(), t.dtype, t.device, n.args[1:]))
@@ -149,8 +149,8 @@ def pool_first(
     for pool in list(graph.nodes):
         if pool.target is not aten.max_pool2d_with_indices.default: continue
         relu,users = pool.args[0],{u.target: u for u in pool.args[0].users}
-        back,cut = users.get(aten.max_pool2d_with_indices_backward.default),users.get(
-            aten.threshold_backward.default)
+        back,cut = (users.get(aten.max_pool2d_with_indices_backward.default),
+            users.get(aten.threshold_backward.default))
         if relu.target is not aten.relu.default or not back or not cut or len(relu.users)!=3 or set(
             back.users)!={cut}: continue
         out = next(u for u in pool.users if u.args[1]==0)
@@ -314,8 +314,8 @@ class Bound:
         record=None, # `recording`, or `None` to launch one operation after the other
         phase=None, # Of the method
     ):
-        self.step,self.streams,self.clients,self.worth,self.record,self.phase = step,streams,len(
-            streams),worth,record,phase
+        self.step,self.streams,self.clients,self.worth,self.record,self.phase = (step,streams,
+            len(streams),worth,record,phase)
         self.flat,self.spec = tree_flatten((carry, given))
         self.changing = self.spec.child(0).num_leaves
         kind = phase,self.spec,tuple((t.shape, t.stride(), t.dtype) for t in self.flat)
@@ -408,8 +408,8 @@ def replayed(bound, run, scale, *batch):
     "A step of all clients by its recording, made when it comes for the first time"
     key,recordings = (run, scale),bound.step.recordings
     if key not in recordings:
-        fixed,n,changing = [t.clone() for t in batch],number(scale,
-            batch[0].device),bound.flat[:bound.changing]
+        fixed,n,changing = ([t.clone() for t in batch],number(scale, batch[0].device),
+            bound.flat[:bound.changing])
         before = [t.clone() for t in changing]
         def go(): return run(*bound.flat, *fixed[:2], n, *fixed[2:], scale)
         replay,losses = bound.record(go)

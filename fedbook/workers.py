@@ -19,8 +19,8 @@ from .errors import require
 class Box:
     "Memory that a process shares with its forks; it grows with what is put in"
     def __init__(self):
-        self.file,self.map = os.memfd_create('fedbook') if hasattr(os,
-            'memfd_create') else os.dup(tempfile.TemporaryFile().fileno()),b''
+        self.file,self.map = (os.memfd_create('fedbook')
+            if hasattr(os, 'memfd_create') else os.dup(tempfile.TemporaryFile().fileno()),b'')
 
     def memory(self, size:int) -> memoryview: # At least `size` bytes
         "The shared bytes"

@@ -164,6 +164,12 @@ def test_a_table_of_verdicts():
     assert list(t.frame)==['claim','in the printed numbers','variant','verdict','weakest pair','difference [95 %]','seeds']
     assert t.frame.verdict.tolist()==['holds','holds'] and t.frame.seeds.tolist()==['2','2'] and t.frame['in the printed numbers'].tolist()==['yes','yes'] and 'epochs 16 against epochs 8' in t.to_markdown() and 'a toy' in t.to_markdown()
 
+def test_claims_without_a_verdict_come_last():
+    def digits(s, strategy, v): return dict(run(s, v, dataset='Digit5', strategy=strategy), rows=[[15, None, m, v] for m in ('cross_global','cross_average')])
+    t = verdicts('002-table2', [digits(s, m, v+s) for s in (0,1) for m,v in (('FT',50.),('LP-FT',60.))])
+    tested = ['not tested' not in v for v in t.frame.verdict]
+    assert any(tested) and not all(tested) and tested==sorted(tested, reverse=True) and 'Digit5' in t.frame.claim[0]
+
 def test_words(): assert against(dict(a=1, b=2), dict(a=1, b=3))=='b 2 against b 3 (a 1)'
 
 def test_a_table_without_claims():

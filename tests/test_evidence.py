@@ -1,10 +1,10 @@
 "What a paper notebook shows at its head."
-import json
+import json, re
 from pathlib import Path
 import matplotlib.pyplot as plt, pytest
 from fedbook.errors import Refused
 from fedbook.evidence import committed, Evidence, small
-from fedbook.manifest import experiments
+from fedbook.manifest import experiments, looked, remark
 
 NOTEBOOKS = Path(__file__).resolve().parents[1]/'nbs'
 
@@ -53,3 +53,26 @@ def test_a_paper_notebook_opens_on_its_evidence(id):
     code = [''.join(c['source']) for c in json.loads((NOTEBOOKS/notebook).read_text())['cells'] if c['cell_type']=='code']
     shown = [i for i,s in enumerate(code) if f"committed('{id}')" in s]
     assert shown and shown[0] < 8 and not any('run_cases' in s for s in code[:shown[0]])
+
+# ---- what somebody who has looked says
+
+HAVE_RUN = sorted({f'{p.parts[-4]}-{p.parts[-3]}' for p in (NOTEBOOKS.parent/'figures').glob('*/*/*/claims.csv') if p.parts[-2] in ('laptop','overnight')} & {
+    i for i,e in experiments().items() if '04_papers' in e.notebook})
+
+@pytest.mark.parametrize('id', HAVE_RUN)
+def test_each_tested_table_has_been_looked_at(id):
+    found = committed(id).folder.name
+    assert remark(id, found), f'look at the rows of {found} and say what to believe, in assets/looked.toml'
+    assert not remark(id, 'smoke') and len(remark(id, found).split()) >= 30
+
+@pytest.mark.parametrize('id', looked())
+def test_a_remark_is_about_a_table_and_repeats_no_number(id):
+    experiments()[id].parameters(looked()[id]['profile'])
+    assert not re.search(r'[+-]?\d+\.\d|\d %|[`*]', looked()[id]['text'].replace('0.4 million', '')), 'numbers stand in the table; this text would not change with them'
+
+def test_a_remark_stands_below_the_table_of_its_profile_only(figures, monkeypatch):
+    monkeypatch.setitem(looked(), '000-table7', dict(profile='laptop', text='Believe\nit.'))
+    run(figures, 'laptop')
+    assert displayed(committed('000-table7'), monkeypatch)[-1]==('Markdown', '**After looking.** Believe it.')
+    run(figures, 'overnight')
+    assert displayed(committed('000-table7'), monkeypatch)[-1][0]=='HTML'

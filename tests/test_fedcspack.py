@@ -221,3 +221,8 @@ def test_the_chosen_hyper_parameters_are_those_of_the_sweep():
         best = max(mine, key=lambda r: value_of(r, 'val_accuracy'))['setting']['method']
         assert chosen.items() <= best.items() and comparison_setting(name, .3, data='fashion_mnist').method.items() >= chosen.items()
     assert comparison_setting('FedDBE, own κ', .3, data='fashion_mnist').method['kappa']==50 and ALGORITHMS['MOON, own μ']['mu']==1
+
+def test_no_two_contenders_look_alike():
+    from fedbook.chapters.fedcspack import contenders, look
+    looks = [(tuple(v['color']), v.get('ls'), v.get('lw')) for v in look(contenders(['intended','released'])).values()]
+    assert len(looks)==len(set(looks))==15

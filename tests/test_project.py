@@ -8,7 +8,7 @@ ROOT = Path(__file__).resolve().parents[1]
 INI = configparser.ConfigParser(); INI.read(ROOT/'settings.ini'); INI = INI['DEFAULT']
 TOML = tomllib.loads((ROOT/'pyproject.toml').read_text())
 PROJECT,NBDEV = TOML['project'],TOML['tool']['nbdev']
-FLOORS = ['errors', 'files streams settings', 'sources tensors compat wire', 'data partition models optim tasks memory shifts published segmentation', 'features', 'method', 'methods', 'federation', 'client replies evaluate', 'rounds', 'trace workers', 'engines', 'tables', 'results papers manifest claims pictures',
+FLOORS = ['errors', 'files streams settings', 'sources tensors compat wire', 'data partition models optim tasks memory shifts published segmentation', 'features', 'tokens', 'method', 'methods', 'federation', 'client replies evaluate', 'rounds', 'trace workers', 'engines', 'tables', 'results papers manifest claims pictures',
           'experiments', 'beside chapters theory unchanged', 'page evidence', 'ledger', 'runner', 'queue', 'cli']
 
 def plain(x): return dict(true=True, false=False).get(x.lower(), x) if isinstance(x, str) else x

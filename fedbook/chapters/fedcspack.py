@@ -144,10 +144,11 @@ def look(
     contenders:dict, # Of `contenders`
     **marks, # More settings of a line of matplotlib
 ) -> dict: # A contender's name to the settings of its line
-    "How contenders are drawn"
+    "How contenders are drawn; where the ten colours are used up they come again with dashes"
     from seaborn import color_palette
     ours = [m for m,(a,_) in contenders.items() if a=='FedCSPACK']
-    lines = {m: dict(color=c, lw=1, **marks)
-        for m,c in zip(contenders, color_palette('colorblind', len(contenders)))}
+    colours = color_palette('colorblind')
+    lines = {m: dict(color=colours[i%10], lw=1, ls='-.' if i>9 else '-', **marks)
+        for i,m in enumerate(contenders)}
     return (lines | {m: dict(color='black', lw=2.5, ls=ls, **marks) for m,ls in zip(ours, ('-',':','--'))}
         | {'local only': dict(color='grey', ls='--')})

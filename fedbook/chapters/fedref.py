@@ -254,8 +254,8 @@ def round_costs(
     "What a round costs a client and the server, one client after the other on the reference engine"
     ids = list(range(fed.protocol.per_round))
     replies = {i: client_round(fed, state, i, r) for i in ids}
-    messages,weights = [{**a['message'], 'client': i} for i,a in replies.items()],[len(fed.data.clients[i])
-        for i in ids]
+    messages,weights = ([{**a['message'], 'client': i} for i,a in replies.items()],
+        [len(fed.data.clients[i]) for i in ids])
     return dict(operations=operations(lambda: client_round(fed, state, 0, r)),
         client_seconds=clocked(lambda: client_round(fed, state, 0, r)),
         server_seconds=clocked(lambda: fed.method.aggregate(state['server'], messages, weights)))

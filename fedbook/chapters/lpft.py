@@ -157,8 +157,8 @@ def personalised(
     "A strategy in a world; raises `Refused` for an unknown one"
     w = {**choose(world, WORLDS, 'world'), **settings}
     partition = dict(w['partition'], **({'n_clients': clients} if clients else {}))
-    n,named,own = partition['n_clients'],choose(strategy, STRATEGIES,
-        'strategy'),dict(probing=probing) if strategy=='LP-FT' else {}
+    n,named,own = (partition['n_clients'],choose(strategy, STRATEGIES, 'strategy'),
+        dict(probing=probing) if strategy=='LP-FT' else {})
     # a default is not named, so that it is the run of Table 2
     more = {k: v for k,v in method.items() if getattr(method_of(**named), k, None)!=v}
     stage = dict(method={**named, **own, **more}, local=dict(optimiser=dict(name='adam', lr=tune_lr or lr)),
