@@ -15,6 +15,7 @@ from .errors import Refused
 # %% ../nbs/01_foundations/62_cli.ipynb #af519e1f
 def columns() -> int: return shutil.get_terminal_size((200, 24)).columns
 
+# %% ../nbs/01_foundations/62_cli.ipynb #4ed6d10d
 def wrapped(
     text:str, # One paragraph
     indent:int=0, # Spaces before its further lines
@@ -22,6 +23,7 @@ def wrapped(
     "A paragraph fitted to the terminal"
     return textwrap.fill(text, columns(), subsequent_indent=' '*indent, break_on_hyphens=False)
 
+# %% ../nbs/01_foundations/62_cli.ipynb #fcbc2ca6
 def cut(
     text:str, # A phrase
     n:int, # Its largest length
@@ -58,7 +60,8 @@ def aligned(
     gap = 2 if sum(longest(c)+2 for c in zip(*rows))-2 <= width else 1
     wide = widths(rows, width-gap*(len(rows[0])-1))
     def line(row):
-        cells = [[p for l in c.split('\n') for p in textwrap.wrap(l, w, break_on_hyphens=False)] or ['']
+        cells = [
+            [p for l in c.split('\n') for p in textwrap.wrap(l, w, break_on_hyphens=False)] or ['']
             for c,w in zip(row, wide)]
         parts = [[c[i] if i < len(c) else '' for c in cells] for i in range(max(map(len, cells)))]
         return [(' '*gap).join(t.ljust(w) for t,w in zip(p, wide)).rstrip() for p in parts]
@@ -174,8 +177,10 @@ def numbers(
 ) -> tuple: # Words for the terminal, rows in all
     "A table of Markdown in columns"
     lines = text.splitlines()
-    rows = [[c.strip().replace('\\|', '|').replace('<br>', '\n').replace('**', '')
-        for c in re.split(r'(?<!\\)\|', l)[1:-1]] for l in lines if l.startswith('|')]
+    rows = [
+        [c.strip().replace('\\|', '|').replace('<br>', '\n').replace('**', '')
+            for c in re.split(r'(?<!\\)\|', l)[1:-1]]
+        for l in lines if l.startswith('|')]
     rows = rows[:1]+rows[2:] # without the rule below the header
     first = next((i for i,l in enumerate(lines) if l.startswith('|')), len(lines))
     above = [wrapped(l.strip('*')) for l in lines[:first] if l]
@@ -190,7 +195,8 @@ def show(a) -> int:
     from fedbook.errors import require
     profiles = [a.profile] if a.profile else [*reversed(PROFILES), *changed_runs(a.id)]
     found = [f for p in profiles if (f := output_folder(experiment(a.id).id, p)/'table.md').exists()]
-    require(found,
+    require(
+        found,
         f'{a.id} has not been made yet; make it with: fedbook reproduce {a.id} --profile '
         f'{(a.profile or "smoke").split("-")[0]}')
     print_table(a.id, found[0].parent, a.all)
@@ -210,7 +216,8 @@ def print_table(
     print(said)
     if said := remark(id, folder.name): print('\n'+wrapped(f'After looking: {said}'))
     if n > most:
-        print(f'\n{n-most} of {n} rows are left out. To see all:\n    fedbook show {id} --profile '
+        print(
+            f'\n{n-most} of {n} rows are left out. To see all:\n    fedbook show {id} --profile '
             f'{folder.name} --all')
     print(f'\nPicture, rows and notebook: {folder}')
 
@@ -236,14 +243,15 @@ def doctor(a) -> int:
 def environment():
     "Python, packages and accelerator, in words"
     import importlib.metadata as md, platform
-    print(f'Python {platform.python_version()} on {platform.system()} {platform.machine()}, {os.cpu_count()} '
-        f'cores')
+    print(f'Python {platform.python_version()} on {platform.system()} {platform.machine()}, '
+        f'{os.cpu_count()} cores')
     for p in ('torch','torchvision','timm','numpy','papermill','matplotlib'): print(f'{p:12} {md.version(p)}')
     import torch
     from fedbook.compat import vision
     vision()
-    print('GPU         ', torch.cuda.get_device_name() if torch.cuda.is_available()
-        else 'none; everything runs on the CPU')
+    print(
+        'GPU         ',
+        torch.cuda.get_device_name() if torch.cuda.is_available() else 'none; everything runs on the CPU')
 
 # %% ../nbs/01_foundations/62_cli.ipynb #ac0e10a2
 def profiles() -> int:
@@ -253,10 +261,11 @@ def profiles() -> int:
     here = {r['name']: r['where'] for r in describe()}
     def sets(given): return {c['data'] for c in (given, *given.get('columns', {}).values()) if 'data' in c}
     for p in PROFILES:
-        missing = sorted(d
-            for d in set().union(*(sets(e.profiles[p]) for e in experiments().values() if p in e.profiles))
+        missing = sorted(
+            d for d in set().union(*(sets(e.profiles[p]) for e in experiments().values() if p in e.profiles))
             if not here.get(d))
-        print(f'profile {p:9} ' + ('has its data' if not missing
+        print(f'profile {p:9} ' + (
+            'has its data' if not missing
             else f'needs {", ".join(missing)}: fedbook data fetch {missing[0]}'))
     return 0
 
@@ -281,7 +290,8 @@ def unchanged(a) -> int:
 def quickstart(a) -> int:
     "One table and one picture in under a minute, on the embedded data"
     from fedbook.runner import reproduce as work
-    print('Table 6 of pTaLoS on embedded images: about 15 seconds, or up to a minute on a busy machine.',
+    print(
+        'Table 6 of pTaLoS on embedded images: about 15 seconds, or up to a minute on a busy machine.',
         flush=True)
     results = work(['000-table6'], 'smoke', 1)
     if results[0]['status']!='ok': return 1
@@ -290,8 +300,8 @@ def quickstart(a) -> int:
 # %% ../nbs/01_foundations/62_cli.ipynb #774bb687
 def parser() -> argparse.ArgumentParser:
     "All commands and their arguments"
-    top = argparse.ArgumentParser(prog='fedbook',
-        description='Five papers on personalised federated learning, re-run table by table.')
+    top = argparse.ArgumentParser(
+        prog='fedbook', description='Five papers on personalised federated learning, re-run table by table.')
     sub = top.add_subparsers(dest='command', metavar='COMMAND')
     top.set_defaults(run=begin)
     def command(f, name=None):
@@ -299,27 +309,31 @@ def parser() -> argparse.ArgumentParser:
         p.set_defaults(run=f)
         return p
     command(list_, 'list'); command(doctor); command(quickstart)
-    add_reproduce(command(reproduce)); add_show(command(show)); add_data(command(data))
-    add_queue(command(queue))
-    command(unchanged).add_argument('checkout',
-        help='a folder with the older code, e.g. made by: git worktree add FOLDER COMMIT')
+    add_reproduce(command(reproduce)); add_show(command(show))
+    add_data(command(data)); add_queue(command(queue))
+    command(unchanged).add_argument(
+        'checkout', help='a folder with the older code, e.g. made by: git worktree add FOLDER COMMIT')
     return top
 
 # %% ../nbs/01_foundations/62_cli.ipynb #bc97d622
 def add_reproduce(p):
     "The arguments of `reproduce`"
     p.add_argument('ids', nargs='*', metavar='ID', help='tables and figures, e.g. 000-table7; none for all')
-    p.add_argument('--profile', default='smoke',
+    p.add_argument(
+        '--profile', default='smoke',
         help='smoke (seconds), laptop (real data, minutes), overnight (hours) or paper (the printed scale)')
     p.add_argument('-j', type=int, default=2, metavar='N', help='notebooks at a time (2)')
-    p.add_argument('-p', action='append', default=[], metavar='NAME=VALUE',
-        help='another value for a parameter of the notebooks, e.g. seeds=[0,1]; the table then gets a folder '
-        'of its own')
-    p.add_argument('--resume', action=argparse.BooleanOptionalAction, default=True,
+    p.add_argument(
+        '-p', action='append', default=[], metavar='NAME=VALUE',
+        help='another value for a parameter of the notebooks, e.g. seeds=[0,1]; '
+        'the table then gets a folder of its own')
+    p.add_argument(
+        '--resume', action=argparse.BooleanOptionalAction, default=True,
         help='keep the runs that are finished (the default)')
-    p.add_argument('--rerun', action=argparse.BooleanOptionalAction, default=True,
-        help='run what is missing (the default); without, the table is made from the runs there are, and '
-        'those of older code are marked')
+    p.add_argument(
+        '--rerun', action=argparse.BooleanOptionalAction, default=True,
+        help='run what is missing (the default); '
+        'without, the table is made from the runs there are, and those of older code are marked')
 
 # %% ../nbs/01_foundations/62_cli.ipynb #279e1eeb
 def add_show(p):
@@ -331,16 +345,18 @@ def add_show(p):
 # %% ../nbs/01_foundations/62_cli.ipynb #de5381dc
 def add_queue(p):
     "The arguments of `queue`"
-    p.add_argument('action', nargs='?', choices=('status','start','pause','continue','stop','collect'),
+    p.add_argument(
+        'action', nargs='?', choices=('status','start','pause','continue','stop','collect'),
         default='status', help='how far it is; begin; rest, and go on; end; fetch the finished runs')
-    p.add_argument('ids', nargs='*', metavar='ID',
-        help='tables and figures; none for all that have the profile')
+    p.add_argument(
+        'ids', nargs='*', metavar='ID', help='tables and figures; none for all that have the profile')
     p.add_argument('--profile', default='overnight', help='which runs (overnight)')
 
 # %% ../nbs/01_foundations/62_cli.ipynb #f148254f
 def add_data(p):
     "The arguments of `data`"
-    p.add_argument('action', nargs='?', choices=('list','fetch','install'), default='list',
+    p.add_argument(
+        'action', nargs='?', choices=('list','fetch','install'), default='list',
         help='list what is here, fetch a data set, install the .npz files of an archive')
     p.add_argument('what', nargs='?', help='a data set for fetch, an archive for install')
 
