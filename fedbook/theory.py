@@ -24,7 +24,8 @@ def client_heads(
     check(lam=lam, C=C)
     V_com,own = np.asarray(V_com, float),np.asarray(lam, float)[...,None,None]*np.eye(C)
     shape = np.broadcast_shapes(V_com.shape[:-1], np.shape(lam))
-    return np.concatenate([np.broadcast_to(V_com[...,None,:], (*shape, C, V_com.shape[-1])),
+    return np.concatenate([
+        np.broadcast_to(V_com[...,None,:], (*shape, C, V_com.shape[-1])),
         np.broadcast_to(own, (*shape, C, C))], -1)
 
 # %% ../nbs/03_theory/00_theory.ipynb #8af1859d
@@ -52,15 +53,17 @@ def check(
     if eta is not None:
         require(np.all(np.asarray(eta) > 0), f'The learning rate η must be positive, not {np.min(eta)}.')
     if lam is not None:
-        require(np.all(np.asarray(lam) >= 0),
+        require(
+            np.all(np.asarray(lam) >= 0),
             f'The heterogeneity λ must not be negative, as {np.min(lam)} is.')
     if B is None: return
     k,d = np.shape(B)[-2:]
     require(k <= d, f'B has k = {k} rows of length d = {d}; orthonormal rows need k ≤ d.')
     off = np.abs(B@np.swapaxes(B, -1, -2) - np.eye(k)).max()
-    require(off <= 1e-8,
-        f'The rows of B are not orthonormal: B Bᵀ differs from the identity by {off:.2g}, and at most 1e-8 '
-        f'is taken for rounding.')
+    require(
+        off <= 1e-8,
+        f'The rows of B are not orthonormal: B Bᵀ differs from the identity by {off:.2g}, '
+        f'and at most 1e-8 is taken for rounding.')
 
 # %% ../nbs/03_theory/00_theory.ipynb #db9553e8
 def haar(
@@ -68,7 +71,8 @@ def haar(
     *shape:int, # Leading axes, then k and d
 ) -> np.ndarray: # [..., k, d]
     "Uniformly drawn matrices with orthonormal rows"
-    require(shape[-2] <= shape[-1],
+    require(
+        shape[-2] <= shape[-1],
         f'B has k = {shape[-2]} rows of length d = {shape[-1]}; orthonormal rows need k ≤ d.')
     Q,R = np.linalg.qr(rng.standard_normal((*shape[:-2], shape[-1], shape[-2])))
     return np.swapaxes(Q*np.sign(np.diagonal(R, axis1=-2, axis2=-1))[...,None,:], -1, -2)
@@ -81,6 +85,7 @@ def linear(
     "The linear function that a model is"
     return np.einsum('...kd,...k->...d', B, V)
 
+# %% ../nbs/03_theory/00_theory.ipynb #5c31fa8d
 def ft_step(
     V, # Head, [..., k]
     B, # Features, [..., k, d]
@@ -130,14 +135,16 @@ def population_losses(
     eps:float=None, # Standard deviation of their noise; needed with `means`
     lp_steps:int=None, # Steps of linear probing before LP-FT's step; `None`: to convergence
 ) -> dict: # `ft` and `lpft`: the loss of each client, [..., C]
-    """Losses of all clients after one FT step, and after linear probing and one FT step (LP-FT paper, Eq.
-    1 and 4), from the parameters themselves"""
+    """Losses of all clients after one FT step, and after linear probing and one FT step, from the parameters
+    themselves (LP-FT paper, Eq. 1 and 4)"""
     B,heads,V0 = (np.asarray(x, float) for x in (B, heads, V0))
     check(B=B, eta=eta, C=heads.shape[-2], client=client, lp_steps=lp_steps)
-    require(means is None or eps is not None,
+    require(
+        means is None or eps is not None,
         'Means come with the standard deviation eps of the noise, and there is none.')
-    means,eps = (np.zeros((heads.shape[-2], B.shape[-1])),
-        1.) if means is None else (np.asarray(means, float), eps)
+    means,eps = (
+        (np.zeros((heads.shape[-2], B.shape[-1])), 1.) if means is None
+        else (np.asarray(means, float), eps))
     targets = heads@B
     w = targets[...,client,:]
     def sigma(x): return moment(x, means[...,client,:], eps)
@@ -184,18 +191,22 @@ def covariate_forms(
     means,own = np.eye(C, B.shape[-1]),B[...,m:,:]
     b = own[...,client,:]
     g = moment(b, means[client], eps)
-    every,Mg = g[...,None,:],(linear(np.einsum('...kd,...d->...k', B, g), B)
-        + np.sum(V_com**2, -1, keepdims=True)*g)[...,None,:]
+    every,Mg = (
+        g[...,None,:],
+        (linear(np.einsum('...kd,...d->...k', B, g), B) + np.sum(V_com**2, -1, keepdims=True)*g)[...,None,:])
     def each(x, y): return np.sum(x*moment(y, means, eps), -1) # x·Σᵢy per client
     def total(x, y): return each(x, y).sum(-1)
     off,apart = np.asarray(eta, float)[...,None,None]*Mg - own,b[...,None,:] - own
-    n2,n1,n0,N_each,D_each = (total(Mg, Mg), total(Mg, own), total(own, own), each(off, off),
-        each(apart, apart))
+    n2,n1,n0,N_each,D_each = (
+        total(Mg, Mg), total(Mg, own), total(own, own), each(off, off), each(apart, apart))
     s = eta**2*np.sum(linear(V_com, B[...,:m,:])*g, -1)
-    N,c3,c4 = (n2*eta**2 - 2*n1*eta + n0, s/C*(eta*total(Mg, every) - total(own, every)),
+    N,c3,c4 = (
+        n2*eta**2 - 2*n1*eta + n0,
+        s/C*(eta*total(Mg, every) - total(own, every)),
         s**2/(2*C)*total(every, every))
     D = D_each.sum(-1)
-    return dict(n2=n2, n1=n1, n0=n0, N=N, D=D, N_each=N_each, D_each=D_each, disc=n1**2-n2*(n0-D),
+    return dict(
+        n2=n2, n1=n1, n0=n0, N=N, D=D, N_each=N_each, D_each=D_each, disc=n1**2-n2*(n0-D),
         c2=N/(2*C), c3=c3, c4=c4)
 
 # %% ../nbs/03_theory/00_theory.ipynb #e4611f86
@@ -214,8 +225,8 @@ def printed_ft_loss(
     b1,beta,first = B[...,m,:],B[...,m,:1],B[...,0] # b₁, (B_*)_{m+1,1}, and the first column of B_*
     # bⱼ + ηλVⱼε²b₁ + ηλVⱼβe₁ for j ≤ m
     moved = B[...,:m,:] + (eta*lam*V)[...,None]*(eps**2*b1 + beta*np.eye(d)[0])[...,None,:]
-    off = linear(V, moved) + eta*lam*eps**2*b1 + linear(eta*lam*beta*first[...,m:],
-        B[...,m:,:]) + linear(eta*lam*beta*first[...,:m], moved)
+    off = (linear(V, moved) + eta*lam*eps**2*b1
+        + linear(eta*lam*beta*first[...,m:], B[...,m:,:]) + linear(eta*lam*beta*first[...,:m], moved))
     off = off[...,None,:] - lam[...,None]*B[...,m:,:]
     return np.sum(off*moment(off, np.eye(C, d), eps), (-1,-2))/(2*C)
 
@@ -292,9 +303,10 @@ def enough(
     k, # Features
 ):
     "Raise `Refused` where exact linear probing has more unknowns than samples"
-    require(np.min(n) >= np.max(k),
-        f'Exact linear probing needs at least as many samples as features, n ≥ k, not n = {np.min(n)} and k '
-        f'= {np.max(k)}.')
+    require(
+        np.min(n) >= np.max(k),
+        f'Exact linear probing needs at least as many samples as features, n ≥ k, '
+        f'not n = {np.min(n)} and k = {np.max(k)}.')
 
 # %% ../nbs/03_theory/00_theory.ipynb #88202daa
 def of_sample(
@@ -333,7 +345,8 @@ def expected_ft_loss(
 ) -> np.ndarray: # Its expectation over samples
     "The expected global loss after one FT step on `n` Gaussian samples; all arguments broadcast"
     check(eta=eta, lam=lam, C=C)
-    require(np.all(np.asarray(k) <= d),
+    require(
+        np.all(np.asarray(k) <= d),
         f'There are k = {np.max(k)} features of length d = {np.min(d)}; orthonormal rows need k ≤ d.')
     enough(n, k)
     a = eta*(1+S)
@@ -357,7 +370,8 @@ def gradient_flow(
     for _ in range(steps):
         x = path[-1]
         k1 = slope(*x)
-        k2 = slope(*moved(*x, h/2, k1)); k3 = slope(*moved(*x, h/2, k2)); k4 = slope(*moved(*x, h, k3))
+        k2 = slope(*moved(*x, h/2, k1))
+        k3 = slope(*moved(*x, h/2, k2)); k4 = slope(*moved(*x, h, k3))
         path.append(moved(*x, h/6, [p+2*q+2*r+s for p,q,r,s in zip(k1, k2, k3, k4)]))
     return tuple(map(np.array, zip(*path)))
 
@@ -406,12 +420,16 @@ def ledger(
     for s in (s for s in asset('theory.toml')['statement'] if s['id'] in found):
         f = found[s['id']]
         words,against = judged(f['ok'], f.get('when')),f.get('counterexample')
-        require((words=='holds')==(against is None),
+        require(
+            (words=='holds')==(against is None),
             f'{s["id"]}: the verdict is {words!r}, and the counterexample {against!r}.')
-        rows.append([s['where'], s['text'], words, s['condition'],
-            f'{np.sum(~np.asarray(f["ok"]))} of {np.size(f["ok"])}', against or '–', s['notebook'],
-            s['section']])
-    columns = ['where','claim','verdict','condition','cases against it','smallest counterexample',
-        'notebook','section']
-    return Table(pd.DataFrame(rows, columns=columns), 'What becomes of these claims',
+        rows.append([
+            s['where'], s['text'], words, s['condition'],
+            f'{np.sum(~np.asarray(f["ok"]))} of {np.size(f["ok"])}',
+            against or '–', s['notebook'], s['section']])
+    columns = [
+        'where','claim','verdict','condition',
+        'cases against it','smallest counterexample','notebook','section']
+    return Table(
+        pd.DataFrame(rows, columns=columns), 'What becomes of these claims',
         ['A verdict is computed from the cases of this run.'])
