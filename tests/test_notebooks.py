@@ -41,10 +41,7 @@ LIBRARY = [p for p in NBS if p.parent.name in ('00_tutorials','01_foundations','
 def test_no_line_of_code_scrolls_sideways(nb):
     assert not [l for c in code(nb) for l in c.splitlines() if len(l) > 110]
 
-# These notebooks of the machinery define more than they show
-MOSTLY_DEFINED = {'60_runner', '61_queue', '62_cli', '00_theory'}
-
-@pytest.mark.parametrize('nb', [p for p in LIBRARY if p.stem not in MOSTLY_DEFINED], ids=lambda p: p.stem)
+@pytest.mark.parametrize('nb', LIBRARY, ids=lambda p: p.stem)
 def test_half_of_the_cells_show_something(nb):
     shows = [bool(c['outputs']) for c in cells(nb) if c['cell_type']=='code' and length(''.join(c['source']))]
     assert 2*sum(shows) >= len(shows), f'{sum(shows)} of {len(shows)}: show what a definition does right after it'
