@@ -1853,6 +1853,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                 'fedbook.runner.run_job': ('01_foundations/runner.html#run_job', 'fedbook/runner.py'),
                                 'fedbook.runner.show_progress': ('01_foundations/runner.html#show_progress', 'fedbook/runner.py'),
                                 'fedbook.runner.state': ('01_foundations/runner.html#state', 'fedbook/runner.py'),
+                                'fedbook.runner.to_do': ('01_foundations/runner.html#to_do', 'fedbook/runner.py'),
                                 'fedbook.runner.worker': ('01_foundations/runner.html#worker', 'fedbook/runner.py')},
             'fedbook.segmentation': { 'fedbook.segmentation.UNetBody': ( '01_foundations/segmentation.html#unetbody',
                                                                          'fedbook/segmentation.py'),

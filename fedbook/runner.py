@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['LONGEST', 'Job', 'plan', 'changed', 'notebook_parameters', 'check_parameters', 'check_values', 'mark', 'run_job',
            'forget_paths', 'manager', 'execute', 'reason', 'worker', 'reproduce', 'clear', 'duration', 'how_far',
-           'show_progress', 'state', 'cost', 'index']
+           'to_do', 'show_progress', 'state', 'cost', 'index']
 
 # %% ../nbs/01_foundations/60_runner.ipynb #b59ad034
 from concurrent.futures import ProcessPoolExecutor, wait
@@ -264,6 +264,13 @@ def how_far(
     left = p['left'] - (time.time() - (job.folder/'progress.json').stat().st_mtime)
     return f'{job.id} {p["done"]}/{p["total"]}, {duration(max(0, left))} left: {now}'
 
+# %% ../nbs/01_foundations/60_runner.ipynb #bc346657
+def to_do(p:dict) -> str: # What a notebook says of itself
+    "Which runs a table needs, in words"
+    if p['expected']: return f'{p["todo"]} of {p["total"]} runs to do, about {duration(p["expected"])}'
+    if p['todo']: return f'{p["todo"]} of {p["total"]} runs are missing'
+    return f'all {p["total"]} runs are there'
+
 # %% ../nbs/01_foundations/60_runner.ipynb #5edab3cf
 def show_progress(
     bar, # A tqdm bar
@@ -276,10 +283,8 @@ def show_progress(
     a table counts as one run more, so that 100 % means that all is done"""
     ps = {j.id: json.loads((j.folder/'progress.json').read_text()) for j in jobs}
     for i,p in ps.items():
-        if (p['expected'] or p['done']) and i not in known:
-            bar.clear()
-            say(f'{i:12} {p["todo"]} of {p["total"]} runs to do, about {duration(p["expected"])}')
-            known.add(i)
+        if (p['expected'] or p['total'] and not p['now']) and i not in known:
+            bar.clear(); say(f'{i:12} {to_do(p)}'); known.add(i)
     bar.total,bar.n = sum(p['total']+1 for p in ps.values()),sum(p['done'] for p in ps.values()) + len(ended)
     bar.set_postfix_str('; '.join(
         how_far(j, ps[j.id]) for j in jobs if j.id not in ended and ps[j.id]['now']!='waiting'))

@@ -281,6 +281,14 @@ def test_progress_says_what_runs_and_is_complete_only_when_all_is_done(tmp_path)
     os.utime(jobs[0].folder/'progress.json', (time.time()-750,)*2); assert '3/24, 40 s left' in shown()[2]
     tell(jobs[0], done=24, total=24, left=0, todo=22, expected=900, now='')
     assert shown()==(24, 26, '000-table7 24/24, 0 s left: drawing') and shown('000-table7')==(25, 26, '') and len(said)==1
+    tell(jobs[1], done=1, total=9, left=0, todo=8, expected=0, now='timing a step of each method')
+    shown(); assert len(said)==1, 'what it costs is not known yet'
+    tell(jobs[1], done=1, total=9, left=0, todo=8, expected=0, now='') # made without running
+    shown(); assert said[1:]==['003-table1   8 of 9 runs are missing']
+
+def test_a_table_whose_runs_are_there_says_so():
+    from fedbook.runner import to_do
+    assert to_do(dict(todo=0, total=9, expected=0))=='all 9 runs are there'
 
 def test_a_table_of_hours_is_not_ended_by_the_timeout_of_a_table_of_minutes(monkeypatch):
     from fedbook import runner
