@@ -31,7 +31,7 @@ class Evidence:
         if not self.folder or 'FEDBOOK_REPRODUCES' in os.environ: return
         if (at := self.folder/'claims.md').exists(): display(Markdown(at.read_text(encoding='utf-8')))
         if (at := self.folder/'figure.png').exists(): display(Image(small(at)))
-        display(HTML((self.folder/'table.html').read_text(encoding='utf-8')))
+        if (at := self.folder/'table.html').exists(): display(HTML(at.read_text(encoding='utf-8')))
         if said := remark(self.id, self.folder.name): display(Markdown(f'**After looking.** {said}'))
 
 # %% ../nbs/01_foundations/54_evidence.ipynb #13e80cbe
@@ -53,4 +53,5 @@ def committed(
     "The outputs of a table's highest profile; raises `Refused` for an unknown table"
     profiles = [p for p in reversed(PROFILES) if p!='smoke']
     folders = [output_folder(experiment(id).id, p) for p in profiles]
-    return Evidence(id, next((f for f in folders if (f/'table.html').exists()), None))
+    made = [f for f in folders if (f/'table.html').exists() or (f/'figure.png').exists()]
+    return Evidence(id, next(iter(made), None))

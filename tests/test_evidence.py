@@ -36,6 +36,10 @@ def test_a_smoke_run_is_no_evidence(figures, monkeypatch):
     (_,text), = displayed(committed('000-table7'), monkeypatch)
     assert 'fedbook reproduce 000-table7 --profile laptop' in text
 
+def test_a_picture_alone_is_evidence(figures, monkeypatch):
+    (run(figures, 'laptop')/'table.html').unlink()
+    assert [k for k,_ in displayed(committed('000-table7'), monkeypatch)][:3]==['Markdown','Markdown','Image']
+
 def test_a_run_of_its_own_does_not_show_an_older_one(figures, monkeypatch):
     run(figures, 'laptop'); monkeypatch.setenv('FEDBOOK_REPRODUCES', '1')
     assert len(displayed(committed('000-table7'), monkeypatch))==1
