@@ -1795,6 +1795,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                  'fedbook.results.legend_beside': ('01_foundations/results.html#legend_beside', 'fedbook/results.py'),
                                  'fedbook.results.main_metric': ('01_foundations/results.html#main_metric', 'fedbook/results.py'),
                                  'fedbook.results.notes_of': ('01_foundations/results.html#notes_of', 'fedbook/results.py'),
+                                 'fedbook.results.on_data': ('01_foundations/results.html#on_data', 'fedbook/results.py'),
                                  'fedbook.results.open_locked': ('01_foundations/results.html#open_locked', 'fedbook/results.py'),
                                  'fedbook.results.p_value': ('01_foundations/results.html#p_value', 'fedbook/results.py'),
                                  'fedbook.results.paired': ('01_foundations/results.html#paired', 'fedbook/results.py'),

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['FIELDS', 'HEAD', 'ROUNDS', 'ALPHA', 'COLUMNS', 'plain', 'check', 'torn', 'last_line', 'open_locked', 'append',
-           'write_whole', 'read', 'tidy', 'stand_ins', 'centre', 'interval', 'side', 'verdict', 'curve_of',
+           'write_whole', 'read', 'tidy', 'on_data', 'stand_ins', 'centre', 'interval', 'side', 'verdict', 'curve_of',
            'forgetting', 'main_metric', 'best_round', 'sign_of', 'value_of', 'score_of', 'chance_level', 'at_chance',
            'signed', 'rounded', 'Comparison', 'provenance', 'notes_of', 'coordinate', 'grouped', 'check_runs',
            'shape_of', 'comparison', 'compare_cell', 'cell_verdict', 'p_value', 'Paired', 'paired', 'select', 'settle',
@@ -167,6 +167,16 @@ def tidy(
             'stand_in': '; '.join(stand_ins(r))}
     frame = pd.DataFrame([row(r, v) for r in records for v in r['rows']], columns=[*front, *back, *rest])
     return frame.astype(dict(client='Int64', value=float))
+
+# %% ../nbs/01_foundations/40_results.ipynb #ba30c866
+def on_data(
+    printed:str, # A data set's name in the paper
+    records:list[dict], # Runs, all on one data set
+) -> str: # E.g. 'fashion_mnist for CIFAR-10'
+    "What a picture calls its data: what stands in comes first"
+    used, = {r['data'] for r in records}
+    same = re.sub(r'\W|_', '', used).lower()==re.sub(r'\W', '', printed).lower()
+    return printed if same else f'{used} for {printed}'
 
 # %% ../nbs/01_foundations/40_results.ipynb #70ee09ff
 def stand_ins(
