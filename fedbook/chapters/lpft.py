@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['DIFFERENCES', 'STRATEGIES', 'KINDS', 'CORRUPTIONS', 'WORLDS', 'INTEGRATED', 'SMALL', 'drawn_digit', 'drawn_digits',
-           'part', 'digit5', 'personalised', 'normed', 'schedules', 'integrated', 'borrow', 'with_distortion',
-           'before_and_after']
+           'part', 'digit5', 'spurious', 'check_spurious', 'with_spurious', 'radiographs', 'personalised', 'normed',
+           'schedules', 'integrated', 'borrow', 'with_distortion', 'before_and_after']
 
 # %% ../../nbs/02_methods/55_chapter_lpft.ipynb #c9bf3de0
 from dataclasses import replace
@@ -13,8 +13,8 @@ from itertools import product
 from pathlib import Path
 import numpy as np
 from torch import nn
-from ..data import Dataset, join, keep
-from ..errors import choose
+from ..data import Dataset, join, keep, split_validation
+from ..errors import choose, require
 from ..evaluate import distortions
 from ..experiments import Case, Setting
 from ..method import method as method_of
@@ -88,6 +88,7 @@ WORLDS = {'CIFAR10-C': dict(data='cifar10', partition=dict(name='iid', n_clients
     'CIFAR100-C': dict(data='cifar100', partition=dict(name='iid', n_clients=50), shift=CORRUPTIONS),
     'Digit5': dict(data='digit5', partition=dict(name='natural', group='domain', n_clients=5)),
     'DomainNet': dict(data='pacs64', partition=dict(name='natural', group='domain', n_clients=4)),
+    'CheXpert': dict(data='radiographs', partition=dict(name='natural', group='client', n_clients=2)),
     'CIFAR10': dict(data='cifar10', partition=dict(name='dirichlet', alpha=.1, n_clients=20)),
     'corrupted clothes': dict(data='fashion_mnist_mini', partition=dict(name='iid', n_clients=6),
     shift=['none','gaussian_noise','defocus_blur','brightness','contrast','pixelate'])}
@@ -137,6 +138,66 @@ def digit5(
     styles = [part(load(s), n_train, n_test) for s in sources] + [drawn_digits(s, n_train, n_test)
         for s in ('drawn_printed','drawn_street')]
     return keep(join(styles, name='digit5'))
+
+# %% ../../nbs/02_methods/55_chapter_lpft.ipynb #3bcca68e
+def spurious(
+    y:np.ndarray, # Classes 0 or 1, [n]
+    a:np.ndarray, # A property 0 or 1, [n], e.g. a patient's sex
+    share:float=.9, # Of a client's samples of a class, how many have the property that goes with it there
+    n_clients:int=2, # An even number
+    seed:int=0, # Decides who gets which
+) -> np.ndarray: # [n], the number of each sample's client, -1 where nobody gets it
+    "Clients at which a property goes with the class, with the other one at every other client"
+    check_spurious(y, a, n_clients)
+    cells = {(c,v): np.flatnonzero((y==c) & (a==v)) for c in (0, 1) for v in (0, 1)}
+    k,owner = 2*min(map(len, cells.values()))//n_clients,np.full(len(y), -1)
+    for (c,v),cell in cells.items():
+        sizes = [round(share*k) if (c+i)%2==v else k-round(share*k) for i in range(n_clients)]
+        drawn = stream(seed, 'spurious', c, v).permutation(cell)[:sum(sizes)]
+        for i,mine in enumerate(np.split(drawn, np.cumsum(sizes)[:-1])): owner[mine] = i
+    return owner
+
+# %% ../../nbs/02_methods/55_chapter_lpft.ipynb #6deb214e
+def check_spurious(y, a, n_clients:int):
+    "Raise `Refused` unless there are two classes, two values, and an even number of clients"
+    for what,values in (('class', y), ('property', a)):
+        require(set(np.unique(values)) <= {0, 1}, f'A {what} must be 0 or 1, not {np.unique(values)[-1]}.')
+    require(n_clients > 0 and n_clients%2==0,
+        f'A property goes with the one class at every other client, so their number must be even, not '
+        f'{n_clients}; take {n_clients+1}.')
+
+# %% ../../nbs/02_methods/55_chapter_lpft.ipynb #9a00f2b8
+def with_spurious(
+    d:Dataset, # Of two classes
+    attribute:str, # One of its groups, with two values
+    name:str, # What to call the result
+    share:float=.9, n_clients:int=2, seed:int=0, # As in `spurious`
+) -> Dataset: # `load(name)` finds it in this process; its group `client` is who holds what
+    "The samples of a data set that clients with a spurious attribute hold"
+    parts = [(d.train_x, d.train_y), (d.test_x, d.test_y)]
+    owners = [spurious(y, d.group(attribute)[j], share, n_clients, seed) for j,(_,y) in enumerate(parts)]
+    at = [np.flatnonzero(o >= 0) for o in owners]
+    (x,y),(tx,ty) = [(x[p], y[p]) for (x,y),p in zip(parts, at)]
+    groups = {k: tuple(g[p] for g,p in zip(both, at)) for k,both in {**d.groups, 'client': owners}.items()}
+    return keep(Dataset(name, x, y, tx, ty, d.classes, d.source, d.stand_in_for, groups))
+
+# %% ../../nbs/02_methods/55_chapter_lpft.ipynb #e715c04d
+def radiographs(
+    test:float=.4, # Share of the patients in the test set
+    seed:int=0, # Decides which ones, and which client gets whom
+) -> Dataset: # `load('radiographs')` finds it in this process
+    "NIH's radiographs for CheXpert: oedema or no finding, with the sex as a spurious attribute"
+    from fedbook.data import load
+    d = load('nih_cxr_1000')
+    x,labels = np.concatenate([d.train_x, d.test_x]),np.concatenate([d.train_y, d.test_y])
+    ill,groups = labels[:,d.classes.index('Edema')]==1,{k: np.concatenate(g) for k,g in d.groups.items()}
+    some = np.flatnonzero(ill | (labels==0).all(1))
+    people,who = np.unique(groups['patient'][some], return_inverse=True)
+    tested = np.isin(who, split_validation(len(people), test, seed, 'patients')[1])
+    at = some[~tested],some[tested]
+    (a,b),(ya,yb) = [x[p] for p in at],[ill[p].astype(np.int64) for p in at]
+    return with_spurious(Dataset('nih', a, ya, b, yb, ['No Finding','Edema'], d.source, 'CheXpert',
+        {k: tuple(g[p] for p in at) for k,g in groups.items()}), 'is_female', 'radiographs', seed=seed)
 
 # %% ../../nbs/02_methods/55_chapter_lpft.ipynb #c6d38934
 def personalised(
