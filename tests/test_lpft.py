@@ -1,6 +1,9 @@
 "What the notebooks of the LP-FT paper share: distortion measured after a run, runs borrowed from another table, and a run beside the global model at which it began."
-import pytest
-from fedbook.chapters.lpft import before_and_after, borrow, personalised, with_distortion
+import numpy as np, pytest
+from hypothesis import given, strategies as st
+from fedbook.chapters.lpft import before_and_after, borrow, personalised, radiographs, spurious, with_distortion, with_spurious
+from fedbook.data import Dataset
+from fedbook.errors import Refused
 from fedbook.experiments import Case, run_cases
 from fedbook.results import value_of
 
@@ -30,3 +33,47 @@ def test_a_run_begins_with_local_and_global_equal(tmp_path):
     before,after = before_and_after(r)
     assert value_of(before, 'cross_local')==value_of(before, 'cross_global')==pytest.approx(sum(v for k,_,m,v in r['rows'] if k==1 and m=='client_accuracy')/3)
     assert after['rows']==r['rows'] and (before['cell']['when'], after['cell']['when'])==('global model','fine-tuned')
+
+# ---- a spurious attribute
+
+@given(st.integers(0, 2**16), st.sampled_from([2, 4, 6]), st.sampled_from([.5, .8, .9, 1.]), st.lists(st.integers(0, 40), min_size=4, max_size=4))
+def test_a_property_goes_with_the_class_and_with_the_other_one_next_door(seed, clients, share, sizes):
+    cells = [(c, v) for c in (0, 1) for v in (0, 1)]
+    order = np.random.default_rng(seed).permutation(sum(sizes))
+    y,a = (np.repeat([cell[j] for cell in cells], sizes)[order] for j in (0, 1))
+    owner,k = spurious(y, a, share, clients, seed),2*min(sizes)//clients
+    assert np.array_equal(owner, spurious(y, a, share, clients, seed)) and set(owner) <= {-1, *range(clients)}
+    for i in range(clients):
+        for c,v in cells:
+            with_it = (c+i)%2==v
+            assert ((owner==i) & (y==c) & (a==v)).sum()==(round(share*k) if with_it else k-round(share*k))
+
+@pytest.mark.parametrize('y,a,n,why', [([0, 2], [0, 1], 2, 'A class must be 0 or 1, not 2'), ([0, 1], [0, 5], 2, 'A property must be 0 or 1, not 5'),
+    ([0, 1], [0, 1], 3, 'must be even, not 3; take 4'), ([0, 1], [0, 1], 0, 'must be even, not 0')])
+def test_a_spurious_attribute_needs_two_classes_two_values_and_an_even_number_of_clients(y, a, n, why):
+    with pytest.raises(Refused, match=why): spurious(np.array(y), np.array(a), n_clients=n)
+
+def test_a_data_set_with_a_spurious_attribute_keeps_what_belongs_to_an_image():
+    rng = np.random.default_rng(0)
+    y,a = [rng.integers(0, 2, n) for n in (200, 100)],[rng.integers(0, 2, n) for n in (200, 100)]
+    x = [(100*b+10*c)[:,None,None].repeat(4, 1).repeat(4, 2).astype(np.uint8) for b,c in zip(y, a)]
+    d = with_spurious(Dataset('toy', x[0], y[0], x[1], y[1], ['no','yes'], groups=dict(sex=tuple(a))), 'sex', 'toy_spurious')
+    for split,j in (('train', 0), ('test', 1)):
+        x,y = getattr(d, f'{split}_x'),getattr(d, f'{split}_y')
+        assert np.array_equal(x[:,0,0], 100*y + 10*d.groups['sex'][j]) and (d.groups['client'][j] >= 0).all()
+    who = d.groups['client'][0]
+    assert abs((d.groups['sex'][0][(who==0) & (d.train_y==1)]).mean() - .9) < .05 and abs((d.groups['sex'][0][(who==1) & (d.train_y==1)]).mean() - .1) < .05
+    with pytest.raises(Refused, match='group of toy'): with_spurious(Dataset('toy', d.train_x, d.train_y, d.test_x, d.test_y, ['no','yes'], groups=dict(sex=d.groups['sex'])), 'gender', 'x')
+
+def test_radiographs_of_a_patient_are_on_one_side(tmp_path, monkeypatch):
+    from fedbook import data
+    rng = np.random.default_rng(1)
+    names,labels = ['Edema','Mass'],np.zeros((120, 2), np.float32); labels[:60,0] = 1; labels[110:,1] = 1
+    groups = {k: (v[:80], v[80:]) for k,v in dict(patient=np.arange(120)//2, is_female=np.arange(120)//2%2, is_ap=(np.arange(120) < 50)*1).items()}
+    x = rng.integers(0, 256, (120, 8, 8), dtype=np.uint8)
+    monkeypatch.setattr(data, 'load', lambda name: Dataset(name, x[:80], labels[:80], x[80:], labels[80:], names, groups=groups)); monkeypatch.setattr(data, 'OWN', {})
+    d = radiographs()
+    train,test = d.groups['patient']
+    assert not set(train) & set(test) and d.classes==['No Finding','Edema'] and d.stand_in_for=='CheXpert'
+    assert set(np.concatenate([train, test])) <= set(range(55)), 'a mass is a finding, and no oedema'
+    assert np.bincount(d.train_y)[0]==np.bincount(d.train_y)[1] > 0

@@ -161,10 +161,11 @@ def spurious(
 def check_spurious(y, a, n_clients:int):
     "Raise `Refused` unless there are two classes, two values, and an even number of clients"
     for what,values in (('class', y), ('property', a)):
-        require(set(np.unique(values)) <= {0, 1}, f'A {what} must be 0 or 1, not {np.unique(values)[-1]}.')
+        other = np.setdiff1d(values, [0, 1])
+        require(not len(other), f'A {what} must be 0 or 1, not {", ".join(map(str, other[:1]))}.')
     require(n_clients > 0 and n_clients%2==0,
         f'A property goes with the one class at every other client, so their number must be even, not '
-        f'{n_clients}; take {n_clients+1}.')
+        f'{n_clients}; take {max(2, n_clients+1)}.')
 
 # %% ../../nbs/02_methods/55_chapter_lpft.ipynb #9a00f2b8
 def with_spurious(
