@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['DIFFERENCES', 'STRATEGIES', 'KINDS', 'CORRUPTIONS', 'WORLDS', 'INTEGRATED', 'SMALL', 'drawn_digit', 'drawn_digits',
-           'part', 'digit5', 'spurious', 'check_spurious', 'with_spurious', 'radiographs', 'personalised', 'normed',
+           'part', 'digit5', 'check_spurious', 'spurious', 'with_spurious', 'radiographs', 'personalised', 'normed',
            'schedules', 'integrated', 'borrow', 'with_distortion', 'before_and_after']
 
 # %% ../../nbs/02_methods/55_chapter_lpft.ipynb #c9bf3de0
@@ -139,6 +139,16 @@ def digit5(
         for s in ('drawn_printed','drawn_street')]
     return keep(join(styles, name='digit5'))
 
+# %% ../../nbs/02_methods/55_chapter_lpft.ipynb #6deb214e
+def check_spurious(y, a, n_clients:int):
+    "Raise `Refused` unless there are two classes, two values, and an even number of clients"
+    for what,values in (('class', y), ('property', a)):
+        other = np.setdiff1d(values, [0, 1])
+        require(not len(other), f'A {what} must be 0 or 1, not {", ".join(map(str, other[:1]))}.')
+    require(n_clients > 0 and n_clients%2==0,
+        f'A property goes with the one class at every other client, so their number must be even, not '
+        f'{n_clients}; take {max(2, n_clients+1)}.')
+
 # %% ../../nbs/02_methods/55_chapter_lpft.ipynb #3bcca68e
 def spurious(
     y:np.ndarray, # Classes 0 or 1, [n]
@@ -156,16 +166,6 @@ def spurious(
         drawn = stream(seed, 'spurious', c, v).permutation(cell)[:sum(sizes)]
         for i,mine in enumerate(np.split(drawn, np.cumsum(sizes)[:-1])): owner[mine] = i
     return owner
-
-# %% ../../nbs/02_methods/55_chapter_lpft.ipynb #6deb214e
-def check_spurious(y, a, n_clients:int):
-    "Raise `Refused` unless there are two classes, two values, and an even number of clients"
-    for what,values in (('class', y), ('property', a)):
-        other = np.setdiff1d(values, [0, 1])
-        require(not len(other), f'A {what} must be 0 or 1, not {", ".join(map(str, other[:1]))}.')
-    require(n_clients > 0 and n_clients%2==0,
-        f'A property goes with the one class at every other client, so their number must be even, not '
-        f'{n_clients}; take {max(2, n_clients+1)}.')
 
 # %% ../../nbs/02_methods/55_chapter_lpft.ipynb #9a00f2b8
 def with_spurious(
