@@ -71,6 +71,9 @@ DIFFERENCES = [ # what, the paper says, the earlier code does, fedbook does
     '25,000 images each, USPS four times over, before the split',
     'MNIST, USPS, MNIST-M and two styles drawn here; the official test sets'),
     ('DomainNet', 'ten classes of six domains', 'silent', 'PACS, seven classes of four domains, 64 pixels'),
+    ('CheXpert', 'oedema and no finding at two clients; 90 % of a label at a client of one sex', 'silent',
+    'radiographs of NIH, at each client as many of either class as the rarest combination of class and sex '
+    'allows'),
 ]
 
 # %% ../../nbs/02_methods/55_chapter_lpft.ipynb #ddc2aae6
