@@ -13,7 +13,7 @@ from torch.nn.functional import adaptive_avg_pool2d
 from . import data as datasets
 from .errors import require
 from .features import cached_features
-from .models import build, Classifier, MODELS, weights_fingerprint
+from .models import build, Classifier, MODELS
 
 # %% ../nbs/01_foundations/21_tokens.ipynb #8af2f323
 class Stem(nn.Module):
@@ -78,8 +78,7 @@ def encoded(
     key:dict, # What `prepare` depends on, in words
 ) -> list: # Training and test tokens, uint8 [n, tokens, width]
     "Tokens of all images in bytes, by the mean and standard deviation of the training images"
-    zs = [cached_features(x, stem, prepare, dict(key, weights=weights_fingerprint(stem))).unflatten(1,
-        (-1, stem.width)) for x in parts]
+    zs = [cached_features(x, stem, prepare, key).unflatten(1, (-1, stem.width)) for x in parts]
     mean,std = zs[0].mean((0, 1)),zs[0].std((0, 1), correction=0).clamp_min(1e-6)
     return [as_bytes(z, mean, std) for z in zs]
 
