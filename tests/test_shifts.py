@@ -1,7 +1,7 @@
 "Shifts: the published arithmetic, keyed draws, and nothing changed but what a client holds"
 import numpy as np, pytest, torch
 from hypothesis import given, settings, strategies as st
-from fedbook import shifts as S
+from fedbook import corruptions as C, further_corruptions as F, shifts as S
 from fedbook.errors import Refused
 from fedbook.streams import stream
 
@@ -13,7 +13,7 @@ def photos(n=6, size=32, channels=3):
     waves = [127+120*np.sin((i+1)*a[:,None] + (c+1)*a) for i in range(n) for c in range(channels)]
     return torch.tensor(np.array(waves)).view(n, channels, size, size).to(torch.uint8)
 
-@pytest.mark.parametrize('kind', S.CORRUPTIONS)
+@pytest.mark.parametrize('kind', C.CORRUPTIONS | F.FURTHER)
 def test_each_corruption_keeps_shape_and_is_keyed(kind):
     x,y = photos(),torch.arange(6)
     for severity in range(1, 6):
@@ -22,20 +22,73 @@ def test_each_corruption_keeps_shape_and_is_keyed(kind):
         assert (a[0] != x).any()
     assert (x == photos()).all()
 
-@pytest.mark.parametrize('kind', ['gaussian_noise','shot_noise','impulse_noise','speckle_noise','defocus_blur','gaussian_blur','zoom_blur','fog','snow','brightness','contrast','jpeg_compression','pixelate'])
+@pytest.mark.parametrize('kind', ['gaussian_noise','shot_noise','impulse_noise','speckle_noise','defocus_blur','gaussian_blur','zoom_blur','fog','snow','brightness','contrast','jpeg_compression','pixelate', *sorted(F.FURTHER.keys() - {'quadrilateral_no_bars','perspective_no_bars'})])
 def test_severity_hurts(kind):
     x = photos(20)
     far = [(S.corruption(kind, s)(x, None, stream(0))[0].double() - x).abs().mean().item() for s in (1, 3, 5)]
     assert far[0] < far[1] < far[2], far
 
-@pytest.mark.parametrize('kind', [k for k in S.CORRUPTIONS if k != 'saturate'])
-@pytest.mark.parametrize('size', [28, 45])
-def test_grey_images_and_other_sizes(kind, size):
-    x = photos(2, size, 1)
-    assert S.corruption(kind, 5)(x, None, stream(0))[0].shape == x.shape
+EVERY,COLOURS = [*C.CORRUPTIONS, *F.FURTHER],['saturate','color_balance','hue_shift','technicolor']
 
-def test_saturation_needs_colour():
-    with pytest.raises(Refused, match='grey'): S.corruption('saturate')(photos(1, 8, 1), None, stream(0))
+@pytest.mark.parametrize('kind', [k for k in EVERY if k not in COLOURS])
+@pytest.mark.parametrize('n, h, w, channels', [(2, 28, 28, 1), (1, 45, 45, 1), (2, 33, 24, 3)])
+def test_grey_images_and_other_sizes(kind, n, h, w, channels):
+    x = photos(n, max(h, w), channels)[:,:,:h,:w]
+    with np.errstate(all='raise', under='ignore'): assert S.corruption(kind, 5)(x, None, stream(0))[0].shape == x.shape
+
+@pytest.mark.parametrize('kind', COLOURS)
+def test_what_changes_colours_needs_them(kind):
+    with pytest.raises(Refused, match='grey'): S.corruption(kind)(photos(1, 8, 1), None, stream(0))
+
+def test_there_are_fifty_types():
+    assert len(C.CORRUPTIONS)==19 and len(F.FURTHER)==31 and set(EVERY) <= set(S.SHIFTS)
+
+@pytest.mark.parametrize('kind', EVERY)
+def test_an_image_does_not_depend_on_the_next(kind):
+    f,x = (C.CORRUPTIONS | F.FURTHER)[kind][0],photos(2).permute(0, 2, 3, 1).numpy()
+    level,other = (C.CORRUPTIONS | F.FURTHER)[kind][3],np.stack([x[0], 255-x[1]])
+    a,b = (C.corrupted(images, stream(0), f, level)[0] for images in (x, other))
+    assert (a==b).all()
+
+STILL = ['single_frequency_greyscale','cocentric_sine_waves','plasma_noise','voronoi_noise','caustic_noise','perlin_noise','blue_noise','brownish_noise','scatter','chromatic_abberation','transverse_chromatic_abberation','circular_motion_blur',
+         'color_balance','bleach_bypass','technicolor','pseudocolor','checkerboard_cutout','lines','ripple','water_drop','fish_eye','caustic_refraction','quadrilateral_no_bars','perspective_no_bars']
+
+@pytest.mark.parametrize('kind', STILL)
+def test_a_level_of_nothing_changes_nothing(kind):
+    x = photos(3).permute(0, 2, 3, 1).numpy()
+    np.testing.assert_allclose(F.FURTHER[kind][0](x, stream(0), 0), x/255, atol=1e-9)
+
+def test_hue_is_that_of_matplotlib():
+    from matplotlib.colors import hsv_to_rgb, rgb_to_hsv
+    x = np.random.default_rng(0).integers(0, 256, (8,6,6,3)).astype(np.uint8)
+    turned = [hsv_to_rgb((rgb_to_hsv(x/255) + [d,0,0])%[1,2,2]) for d in (.1,-.1)]
+    new = F.hue_shift(x, stream(0), 2)
+    either = np.minimum(*(np.abs(new-t).max((1,2,3)) for t in turned))
+    assert either.max() < 1e-9 and {int(np.abs(new[i]-turned[0][i]).max() < 1e-9) for i in range(8)}=={0,1}
+
+def test_noise_has_its_spectrum():
+    flat = np.zeros((200,16,16,1))
+    f = np.hypot(np.fft.fftfreq(16)[:,None]*16, np.fft.fftfreq(16)*16)
+    for weight in F.blue,F.brownish:
+        power = (np.abs(np.fft.fft2(F.of_spectrum(flat, stream(0), 1, weight)[...,0]))**2).mean(0)
+        inside = (f > 0) & (f < 8)
+        assert np.corrcoef(np.log(power[inside]), np.log(weight(f[inside])))[0,1] > .95
+
+def test_weights_of_frequencies():
+    f = np.array([0., 1., 3.])
+    assert F.blue(f).tolist() == [0,1,3] and F.brownish(f) == pytest.approx([1,.5,.1])
+
+def test_distances_and_gloss_stay_within_an_image():
+    at = stream(0).random((4,12,9)) < .2
+    assert (F.nearest(at) == np.concatenate([F.nearest(a[None]) for a in at])).all()
+    assert (C.gloss(at) == np.concatenate([C.gloss(a[None]) for a in at])).all()
+
+def test_grey_levels_are_spread_as_by_the_definition():
+    x = np.random.default_rng(0).integers(0, 21, (3,9,9))
+    for image,new in zip(x, C.even(x)):
+        lower = (image==image.min()).sum()
+        for v in np.unique(image):
+            assert (new[image==v] == round(((image <= v).sum()-lower)/(81-lower)*255)).all()
 
 def test_noise_has_its_published_strength():
     x = torch.full((50,3,32,32), 128, dtype=torch.uint8)
@@ -57,11 +110,11 @@ def test_brightness_and_saturation_are_those_of_hsv():
     for s,more in enumerate((.05,.1,.15,.2,.3), 1):
         h = rgb_to_hsv(x/255)
         h[...,2] = np.clip(h[...,2]+more, 0, 1)
-        np.testing.assert_allclose(np.clip(S.brightness(x, None, more), 0, 1), hsv_to_rgb(h), atol=1e-12)
+        np.testing.assert_allclose(np.clip(C.brightness(x, None, more), 0, 1), hsv_to_rgb(h), atol=1e-12)
     for factor,more in ((.3,0),(.1,0),(1.5,0),(2,.1),(2.5,.2)):
         h = rgb_to_hsv(x/255)
         h[...,1] = np.clip(h[...,1]*factor+more, 0, 1)
-        np.testing.assert_allclose(S.saturate(x, None, factor, more), hsv_to_rgb(h), atol=1e-12)
+        np.testing.assert_allclose(C.saturate(x, None, factor, more), hsv_to_rgb(h), atol=1e-12)
 
 def test_zoom_is_scipys():
     from scipy.ndimage import zoom
@@ -71,16 +124,16 @@ def test_zoom_is_scipys():
         top = (32-part)//2
         large = zoom(x[:,top:top+part,top:top+part], (1,z,z,1), order=1)
         t = (large.shape[1]-32)//2
-        np.testing.assert_allclose(S.enlarged(x, z), large[:,t:t+32,t:t+32], atol=1e-12)
+        np.testing.assert_allclose(C.enlarged(x, z), large[:,t:t+32,t:t+32], atol=1e-12)
 
 def test_a_landscape_wraps_around():
-    m = S.landscape(40, 32, 3., stream(0))
+    m = C.landscape(40, 32, 3., stream(0))
     inside,across = np.abs(np.diff(m, axis=1)).mean(),np.abs(m[:,0]-m[:,-1]).mean()
     assert across < 1.5*inside and m.min() == 0 and m.max() == 1
 
 def test_smear_shifts_along_the_angle():
     x = np.zeros((2,19,19,1)); x[:,9,9] = 1
-    out = S.smear(x, np.array([0.,90.]), 3, 2)[...,0]
+    out = C.smear(x, np.array([0.,90.]), 3, 2)[...,0]
     assert out[0,9].sum() == pytest.approx(1) and out[1,:,9].sum() == pytest.approx(1) and np.argmax(out[0,9]) == 9
     np.testing.assert_allclose(out[0,9,9:2:-1]/out[0,9,9], np.exp(-np.arange(7)**2/8))
 
