@@ -10,10 +10,10 @@ __all__ = ['PRINTED', 'score', 'rows_of', 'evaluate', 'globally', 'validate', 'p
 # %% ../nbs/01_foundations/34_evaluate.ipynb #6cb4c2b5
 import numpy as np, torch
 from torch import Tensor
-from .errors import require
+from .errors import Refused, require
 from .federation import Federation, scored_view
 from .method import is_default
-from .models import Net
+from .models import Classifier, Net
 from .streams import seeded, stream
 from .tasks import of_parts, Task
 from .tensors import channels_last, leaves
@@ -118,8 +118,11 @@ def cross_client_metrics(
     # defined
 ) -> dict[str, float]:
     """The five scores of the LP-FT paper, section 3.3, as its tables have them and as its text defines them,
-    over the clients that have samples; raises `Refused` unless `accuracy` is square and two have some"""
-    A = torch.as_tensor(accuracy, dtype=torch.float64)
+    over the clients that have samples; raises `Refused` unless `accuracy` is square and two have some. Any
+    other NaN is of a model that diverged, and shows"""
+    try: A = torch.as_tensor(accuracy, dtype=torch.float64)
+    except (TypeError,ValueError) as e:
+        raise Refused(f'Scores across clients need a square matrix of numbers: {e}.') from e
     require(A.dim()==2 and len(A)==A.shape[-1] and len(A) > 1,
         f'Scores across clients need a square matrix of at least two clients, not {list(A.shape)}.')
     there = ~A.isnan().all(0)
@@ -192,7 +195,10 @@ def feature_distortion(
     x:Tensor, # Samples ready for the network, [n, …]
     buffers:dict={}, # Those that are not among the weights
 ) -> float: # ≥ 0
-    "The mean distance of features under two models (LP-FT paper, Figure 3a)"
+    """The mean distance of features under two models (LP-FT paper, Figure 3a);
+    raises `Refused` for a network without a head, below which the features would be"""
+    require(isinstance(net.module, Classifier), 'Features are what the head sees, and this network has none; '
+        'make one with Classifier.of(module, head="name of the last layer").')
     def features(w, x): return net.features({**buffers, **w}, {}, channels_last(x))
     return torch.cat([(features(w_global, b)-features(w_local, b)).norm(dim=1)
         for b in x.split(250)]).mean().item()

@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['PAPER_CNNS', 'MODELS', 'BUILT_IN', 'Classifier', 'n_parameters', 'table', 'softmax', 'mlp', 'add_linear', 'cnn',
-           'resnet', 'vit', 'timm_model', 'timm_config', 'builder', 'build', 'lies_in', 'part', 'Net', 'read_weights',
-           'load_body', 'weights_fingerprint', 'local_weights', 'hub_weights', 'reachable', 'own_weights',
-           'load_pretrained']
+           'resnet', 'transformer', 'vit', 'timm_model', 'timm_config', 'builder', 'build', 'lies_in', 'part', 'Net',
+           'read_weights', 'load_body', 'weights_fingerprint', 'local_weights', 'hub_weights', 'reachable',
+           'own_weights', 'load_pretrained']
 
 # %% ../nbs/01_foundations/13_models.ipynb #1f5e88ee
 from copy import deepcopy
@@ -162,6 +162,25 @@ def resnet(
     return Classifier(body, nn.Linear(d, n_classes))
 
 # %% ../nbs/01_foundations/13_models.ipynb #e858961c
+def transformer(
+    size:int|tuple, # Height and width of the images
+    patch:int|tuple, # Of a patch, a divisor of either
+    in_channels:int, # 1 for grey, 3 for colour
+    n_classes:int, # Number of logits
+    dim:int, # Width of a token, a multiple of `heads`
+    depth:int, # Number of blocks
+    heads:int, # Attention heads per block
+) -> Classifier: # Fresh
+    "timm's vision transformer"
+    from fedbook.compat import timm
+    require(dim % heads == 0, f'dim must be a multiple of heads, and {dim} is none of {heads}.')
+    make = timm().models.vision_transformer.VisionTransformer
+    body = make(size, patch, in_channels, num_classes=0, embed_dim=dim, depth=depth, num_heads=heads)
+    # the fused kernel has no batching rule: `vmap` would loop over it
+    for b in body.blocks: b.attn.fused_attn = False
+    return Classifier(body, nn.Linear(dim, n_classes))
+
+# %% ../nbs/01_foundations/13_models.ipynb #29b7bfbb
 def vit(
     n_classes:int=10, # Number of logits
     in_channels:int=3, # 1 for grey, 3 for colour
@@ -172,21 +191,9 @@ def vit(
     heads:int=2, # Attention heads per block
 ) -> Classifier: # Fresh
     "A vision transformer for small images"
-    from fedbook.compat import timm
     require(image_size % patch == 0,
         f'image_size must be a multiple of patch, and {image_size} is none of {patch}.')
-    require(dim % heads == 0, f'dim must be a multiple of heads, and {dim} is none of {heads}.')
-    make = timm().models.vision_transformer.VisionTransformer
-    body = make(image_size, patch, in_channels, num_classes=0, embed_dim=dim, depth=depth, num_heads=heads)
-    # the fused kernel has no batching rule: `vmap` would loop over it
-    for b in body.blocks: b.attn.fused_attn = False
-    return Classifier(body, nn.Linear(dim, n_classes))
-
-# %% ../nbs/01_foundations/13_models.ipynb #4434a341
-MODELS = dict(
-    softmax=softmax, mlp=mlp, cnn=cnn, **PAPER_CNNS,
-    resnet18=partial(resnet, 18), resnet50=partial(resnet, 50), vit_tiny32=vit)
-BUILT_IN = dict(MODELS) # A reader may add others to `MODELS`, or put one in another's place
+    return transformer(image_size, patch, in_channels, n_classes, dim, depth, heads)
 
 # %% ../nbs/01_foundations/13_models.ipynb #67eb29d2
 def timm_model(
@@ -209,6 +216,13 @@ def timm_config(
     "What timm knows about the weights of `arch`"
     from fedbook.compat import timm
     return timm().models.get_pretrained_cfg(arch)
+
+# %% ../nbs/01_foundations/13_models.ipynb #4434a341
+MODELS = dict(
+    softmax=softmax, mlp=mlp, cnn=cnn, **PAPER_CNNS,
+    resnet18=partial(resnet, 18), resnet50=partial(resnet, 50),
+    resnet_tiny32=partial(timm_model, 'test_resnet'), vit_tiny32=vit)
+BUILT_IN = dict(MODELS) # A reader may add others to `MODELS`, or put one in another's place
 
 # %% ../nbs/01_foundations/13_models.ipynb #31ed539f
 def builder(

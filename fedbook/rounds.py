@@ -13,7 +13,7 @@ import numpy as np, torch
 from .client import attempted, draws, one_by_one
 from .errors import Refused
 from .evaluate import evaluate, evaluate_personal, validate
-from .federation import begin, client_views, Federation, identity, PER_CLIENT, ready
+from .federation import begin, client_views, Federation, identity, PER_CLIENT, ready, untrained
 from .memory import kind, Memory, read_back, written
 from .method import FedAvg, is_default
 from .replies import difference, finite, set_aside, usable
@@ -38,11 +38,12 @@ def taking_part(
     fed:Federation, # The run
     r:int, # Which round, from 0
 ) -> dict[int, int]: # Client to how often it was drawn, ascending
-    "The clients of a round; in an opening round, all"
-    if r < 0: return dict.fromkeys(range(len(fed.data.clients)), 1)
-    ids,times = sample_clients(len(fed.data.clients), fed.protocol.per_round, fed.seed, r,
-        fed.protocol.replace)
-    return dict(zip(ids.tolist(), times.tolist()))
+    "The clients of a round, of those that can train; in an opening round, all of these"
+    able,p = np.setdiff1d(np.arange(len(fed.data.clients)), untrained(fed)),fed.protocol
+    if r < 0: return dict.fromkeys(able.tolist(), 1)
+    m = p.per_round if p.replace else min(p.per_round, len(able))
+    drawn,times = sample_clients(len(able), m, fed.seed, r, p.replace)
+    return dict(zip(able[drawn].tolist(), times.tolist()))
 
 # %% ../nbs/01_foundations/35_rounds.ipynb #035d3786
 def next_buffers(

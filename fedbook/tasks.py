@@ -321,7 +321,8 @@ class Segmentation(Task):
     smooth: float = setting(1e-5, 's of Dice, which keeps an empty class from dividing by 0',
                             released=1e-5, above=0)
     hd95: bool = False # Report the Hausdorff distance? It takes a distance transform per sample and class
-    main,scores,partial,smooths = 'dice',('dice','accuracy','loss','hd95','one_empty'),True,False
+    main,scores,partial,smooths = 'dice',('dice','accuracy','loss','hd95','one_empty','undefined'),\
+        True,False
 
     def __post_init__(self):
         super().__post_init__()
@@ -352,10 +353,13 @@ class Segmentation(Task):
         return {k: marked(v, z) for k,v in values.items()}
 
     def metrics(self, values:dict) -> dict:
-        "Means over the classes that a sample has, and then over samples; `one_empty` is a count"
+        """Means over the classes that a sample has, and then over samples; counted are masks of which just
+        one is empty (`one_empty`), and distances that neither mask defines (`undefined`)"""
         per_sample = {k: v.reshape(len(v), -1).nanmean(1) for k,v in values.items() if k!='one_empty'}
         found = {k: v.nanmean().item()*(100 if k in ('dice','accuracy') else 1) for k,v in per_sample.items()}
-        return found | ({'one_empty': values['one_empty'].sum().item()} if 'one_empty' in values else {})
+        if 'hd95' not in values: return found
+        return found | {'one_empty': values['one_empty'].sum().item(),
+                        'undefined': values['hd95'].isnan().sum().item()}
 
     def check(self, z:Tensor, y:Tensor):
         "Raise `Refused` unless targets `y` fit a network that answers `z`, which may be of fewer samples"

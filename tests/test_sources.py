@@ -6,7 +6,8 @@ import pytest
 from fedbook import models, optim, partition, shifts, tasks
 from fedbook.errors import Refused
 from fedbook.experiments import Case, code_fingerprint, Setting
-from fedbook.method import FedAvg, method, METHODS
+from fedbook.method import FedAvg, method, methods, METHODS
+from fedbook.sources import Sources
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -145,3 +146,7 @@ def dark(): return lambda x, y, rng: (x//2, y)
             Setting('mnist', after=[dict(method=dict(name='fedavg'), local=dict(optimiser=dict(name='slow')))]), Setting('mnist', shift=['none']))]
     a,b = codes(outside('mine', text)),codes(outside('mine', text.replace('2*super', '3*super').replace('scale/2', 'scale/3').replace('x//2', 'x//3')))
     assert a[0]==b[0]==a[4]==b[4]==usual and [x!=y for x,y in zip(a, b)]==[False,True,True,True,False]
+
+def test_a_method_can_be_compared_also_where_its_notebook_defined_it():
+    "A notebook's own class takes the place of the exported one in its process, and is taken piece by piece"
+    for c in methods().values(): Sources(apart=(c.__module__,)).add(c, c.__name__)
