@@ -1,5 +1,5 @@
 "The chapter on the FedRef paper: thresholds, costs, masks and what to say where something does not fit."
-import math, sys, tomllib, warnings
+import math, subprocess, sys, tomllib, warnings
 from dataclasses import replace
 from pathlib import Path
 import numpy as np, pytest, torch
@@ -18,13 +18,14 @@ from fedbook.models import build, MODELS
 from fedbook.papers import printed
 from fedbook.replies import SetAside
 from fedbook.rounds import run
-from fedbook.segmentation import drawn_tumours, mask_scores, reduced, unet
+from fedbook.segmentation import drawn_tumours, drawn_volumes, keep_volumes, mask_scores, reduced, unet, Volumes
 from fedbook.tasks import Segmentation
 import test_rounds
 
 ROOT = Path(__file__).resolve().parents[1]
 MINI = dict(data='fashion_mnist_mini', model=dict(name='mlp', hidden=[8]), clients=[20, 3], rounds=3, epochs=1, batch_size=64)
 DRAWN = dict(drawn=dict(n_train=24, n_test=8, size=16), model=dict(name='unet', channels=[4, 8]), input=dict(mean='half'), partition=dict(name='natural', group='hospital'), task='segmentation', optimiser='adam', lr=.01, clients=[6, 3], rounds=2, epochs=1, batch_size=4)
+DEEP = dict(DRAWN, drawn=None, volumes=dict(n_train=12, n_test=4, depth=8, size=16), model=dict(name='unet', dims=3, in_channels=1, channels=[4, 8]), clients=[4, 3]); DEEP.pop('drawn')
 
 # What is printed and claimed
 
@@ -42,9 +43,18 @@ def test_claims_are_about_cells_that_the_notebooks_have():
 
 def test_every_table_and_figure_of_numbers_has_its_profiles():
     mine = {i: e for i,e in experiments().items() if i.startswith('004-')}
-    assert {*mine}=={*(f'004-table{n}' for n in range(2, 7)), *(f'004-figure{n}' for n in (3, 4, 5)), '004-masks'}
+    assert {*mine}=={*(f'004-table{n}' for n in range(2, 7)), *(f'004-figure{n}' for n in (3, 4, 5)), '004-masks', '004-volumes'}
     for e in mine.values():
         for p in PROFILES[1:]: assert not p=='laptop' or 'seeds' not in e.parameters(p) or e.id=='004-figure3' or e.parameters(p)['seeds']==[0, 1, 2]
+
+@pytest.mark.parametrize('profile', ['laptop','overnight'])
+def test_figures_and_masks_show_what_the_tables_run(profile):
+    of = {i: experiment(f'004-{i}').parameters(profile) for i in ('table4','table5','table6','figure3','masks')}
+    assert {**of['table6']['world'], 'own': None}=={**of['masks']['world'], 'own': None} and of['table6']['settings']==of['masks']['settings']
+    for place,t in dict(zip(('FEMNIST','CINIC-10','FeTS2022'), ('table4','table5','table6'))).items():
+        assert (w := of['figure3']['worlds'][place])['clients']==of[t]['settings']['clients']
+        assert [w.get(k) for k in ('data','by','partition','alpha')]==[of[t]['world'].get(k) for k in ('data','by','partition','alpha')]
+    for n in (4, 5): assert experiment(f'004-figure{n}').parameters(profile)['tables']==['004-table4','004-table5','004-table6']
 
 # Settings
 
@@ -52,8 +62,10 @@ def test_a_table_has_each_variant_of_fedref_and_the_others_once():
     cases = comparison_cases(MINI, ['FedAvg','FedRef'], ['intended','printed','released'], {})
     assert [(c.cell['algorithm'], c.variant) for c in cases]==[('FedAvg','intended'), *(('FedRef', v) for v in ('intended','printed','released'))]
     assert [c.setting.method.get('eta') for c in cases[1:]]==[1., 1., 1e-6]
-    tuned = comparison_cases(dict(MINI, methods=dict(FedOpt=dict(eta=.5))), ['FedAvg','FedOpt'], [], {})
+    own = dict(FedOpt=dict(method=dict(eta=.5), lr=.7))
+    tuned = comparison_cases(dict(MINI, own=own), ['FedAvg','FedOpt'], [], dict(lr=.2))
     assert [c.setting.method for c in tuned]==[ALGORITHMS['FedAvg'], dict(ALGORITHMS['FedOpt'], eta=.5)]
+    assert [c.setting.local['optimiser']['lr'] for c in tuned]==[.2, .7]
 
 def test_a_strength_below_zero_is_refused():
     for lam in (-.1, -1):
@@ -65,6 +77,13 @@ def test_a_reference_longer_than_the_run_is_what_there_is_and_says_so():
     assert a==b, 'three rounds, three aggregates'
     assert reference([dict(w=torch.tensor(1.)), dict(w=torch.tensor(3.))], 50)['w']==2
     assert '50' in short_reference(50, 3) and short_reference(3, 3)=='' and short_reference(3, 50)==''
+
+def test_whoever_asks_for_a_reference_longer_than_the_run_is_told_once():
+    with pytest.warns(UserWarning) as told: ablation(.4, 50, **MINI)
+    assert [str(w.message) for w in told]==[short_reference(50, MINI['rounds'])]
+    with warnings.catch_warnings():
+        warnings.simplefilter('error')
+        ablation(.4, 3, **MINI), ablation(.4, 50, 'printed', **MINI), comparison_setting('FedAvg', **{**MINI, 'rounds': 1})
 
 def test_a_client_whose_loss_is_not_a_number_is_named_and_set_aside():
     fed = test_rounds.federation(method('fedref'), per_round=4)
@@ -126,8 +145,9 @@ def test_a_message_of_fedref_is_one_number_and_its_name_longer():
 # Masks
 
 @pytest.mark.parametrize('engine', [Traced(), stacked(), Processes(2)], ids=['traced','stacked','processes'])
-def test_a_u_net_trains_alike_on_every_engine(engine):
-    fed = federation(comparison_setting('FedRef', **{**world_of(DRAWN), 'optimiser': 'sgd', 'lr': .05})) # Adam divides by tiny numbers, in another order of sums others
+@pytest.mark.parametrize('world', [DRAWN, DEEP], ids=['slices','volumes'])
+def test_a_u_net_trains_alike_on_every_engine(engine, world):
+    fed = federation(comparison_setting('FedRef', **{**world_of(world), 'optimiser': 'sgd', 'lr': .05})) # Adam divides by tiny numbers, in another order of sums others
     with warnings.catch_warnings(): warnings.simplefilter('ignore'); a,b = (run(fed, engine=e)[0]['server']['w'] for e in (one_by_one, engine))
     for k in a: torch.testing.assert_close(a[k], b[k], rtol=0, atol=0 if isinstance(engine, Processes) else 1e-4)
 
@@ -141,7 +161,17 @@ def test_monai_missing_is_one_sentence_that_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, 'monai', None)
     with pytest.raises(Refused, match=r"fedbook\[monai\]") as e: build('monai_unet', image_size=32)
     assert '\n' not in str(e.value) and 'monai' in tomllib.loads((ROOT/'pyproject.toml').read_text())['project']['optional-dependencies']
-    with pytest.raises(Refused, match='multiple of 16'): build('monai_unet', image_size=40)
+    for size in (40, 16):
+        with pytest.raises(Refused, match='multiple of 16, at least 32'): build('monai_unet', image_size=size)
+
+@pytest.mark.parametrize('line,last', [("Setting('fashion_mnist_mini', model=dict(name='unet')); build('unet')", ''), ("federation(Setting('fashion_mnist_mini', model=dict(name='monai_unet', image_size=32)))", 'Refused: The model monai_unet needs MONAI')])
+def test_a_fresh_process_knows_the_u_nets_by_name(line, last):
+    code = f'''import sys
+sys.modules['monai'] = None
+from fedbook.experiments import build, federation, Setting
+{line}'''
+    told = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True).stderr
+    assert told==last or last and last in told
 
 def test_drawn_tumours_are_the_same_each_time_and_hospitals_differ():
     d = drawn_tumours(24, 8, 16)
@@ -150,6 +180,43 @@ def test_drawn_tumours_are_the_same_each_time_and_hospitals_differ():
     shade = [np.median(d.train_x[d.group('hospital')[0]==h][:,6:10,6:10]) for h in (0, 5)]
     assert shade[1] > shade[0]+40
     assert (drawn_tumours(24, 8, 16, seed=1).train_x!=d.train_x).any()
+
+# Volumes
+
+def test_a_u_net_answers_each_voxel():
+    m = build('unet', n_classes=3, in_channels=1, image_size=16, channels=(4, 8), dims=3)
+    z = m(torch.rand(2, 1, 8, 16, 16)); z.sum().backward()
+    assert z.shape==(2, 3, 8, 16, 16) and all(p.grad is not None for p in m.parameters())
+    for name in ('unet','monai_unet'):
+        with pytest.raises(Refused, match='dims=4'): build(name, image_size=32, dims=4)
+
+def test_drawn_volumes_are_the_same_each_time_and_go_through_a_run():
+    w = world_of(DEEP); d = OWN.pop(w['data']); again = drawn_volumes(**DEEP['volumes'])
+    assert again is not d and again.fingerprint==d.fingerprint!=drawn_volumes(**DEEP['volumes'], seed=1).fingerprint
+    assert d.kind=='masks' and d.images('train').shape==(12, 1, 8, 16, 16) and d.labels('test').shape==(4, 8, 16, 16) and len(set(d.group('hospital')[0]))==4
+    rows = run(federation(comparison_setting('FedAvg', **w)))[1]
+    assert {'dice','hd95'} <= {m for *_,m,_ in rows} and guesses(comparison_setting('FedAvg', **w))['dice'] > 0
+
+def test_volumes_that_fit_nothing_are_refused():
+    x = np.zeros((3, 4, 6, 6), np.uint8); y = x+1
+    for bad,word in (((x[:,1:], y, x, y), '3, 3, 6, 6'), ((x, y, x[:,:,1:], y), '3, 4, 5, 6'), ((x, y+1, x, y), 'below 2'), ((x*1., y, x, y), 'bytes'), ((x[:0], y[:0], x, y), 'train_x')):
+        with pytest.raises(Refused, match=word): keep_volumes(Volumes('askew volumes', *bad, ['a','b']))
+    try:
+        keep_volumes(Volumes('three volumes', x, y, x, y, ['a','b']))
+        with pytest.raises(Refused, match='other content'): keep_volumes(Volumes('three volumes', x, x, x, y, ['a','b']))
+    finally: OWN.pop('three volumes', None)
+
+def test_monai_s_u_net_takes_slices_and_volumes():
+    pytest.importorskip('monai')
+    few = dict(image_size=32, n_classes=3, features=(4, 4, 8, 8, 16, 4))
+    assert build('monai_unet', **few)(torch.rand(2, 1, 32, 32)).shape==(2, 3, 32, 32)
+    assert build('monai_unet', **few, dims=3)(torch.rand(2, 1, 16, 32, 32)).shape==(2, 3, 16, 32, 32)
+
+def test_tables_of_volumes_say_that_they_are_synthetic():
+    e = experiment('004-volumes')
+    assert all('synthetic volumes' in e.parameters(p)['stand_in']['data'] for p in e.profiles)
+    sizes = {p: [e.parameters(p)['world']['volumes'].get(k, usual) for k,usual in (('depth', 16), ('size', 32))] for p in e.profiles}
+    assert all(f'of {d} × {s} × {s} for' in e.parameters(p)['stand_in']['data'] for p,(d,s) in sizes.items())
 
 def test_reduced_slices_by_hand():
     x = np.arange(16, dtype=np.uint8).reshape(1, 4, 4); y = np.zeros((1, 4, 4), np.uint8); y[0,1,1] = y[0,3,2] = 1

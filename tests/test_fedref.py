@@ -5,7 +5,7 @@ from fedbook.chapters.fedref import ALGORITHMS, comparison_setting, relative_cos
 from fedbook.errors import Refused
 from fedbook.experiments import federation as experiment
 from fedbook.method import LocalTraining, METHODS, method
-from fedbook.methods.fedref import reference, released_bracket
+from fedbook.methods.fedref import reference, released_bracket, server_step
 from fedbook.optim import Cosine, SGD
 from fedbook.results import forgetting
 from fedbook.rounds import run
@@ -90,6 +90,15 @@ def test_without_a_pull_it_is_fedavg_to_the_bit(settings):
     a,b = run(federation(rounds=6))[0]['server']['w'],run(federation(method('fedref', **settings), rounds=6))[0]['server']['w']
     assert same(a, b)
 
+def test_without_norms_the_released_step_is_fedavg_only_while_the_mean_cost_stays():
+    "W = A − η (F(t) − F(t−1)) in every weight, from round p + 2 on"
+    m = method('fedref', variant='released', eta=.5, lam=0., lam2=0., p=1)
+    averages = trajectory(method('fedavg'), 6, COSTS)
+    assert all(same(a['w'], b['w']) for a,b in zip(trajectory(m, 6, [[0., 3., 1.]]*6), averages))
+    for t,(a,b) in enumerate(zip(trajectory(m, 6, COSTS), averages)):
+        change = sum(COSTS[t][1:])/2 - sum(COSTS[t-1][1:])/2 if t > 1 else 0.
+        agree(a['w'], {k: w - .5*change for k,w in b['w'].items()}, f'round {t+1}')
+
 def test_the_printed_step_is_the_intended_one_with_only_the_aggregate_before():
     a,b = (run(federation(method('fedref', **s), rounds=5))[0]['server']['w'] for s in (dict(variant='printed'), dict(p=1, current=False)))
     assert same(a, b)
@@ -99,9 +108,18 @@ def test_the_history_is_kept_no_longer_than_it_is_read():
         state = run(federation(method('fedref', p=p), rounds=6))[0]['server']
         assert len(state['history'])==p and int(state['round'])==6
 
-@pytest.mark.parametrize('settings,word', [(dict(variant='printd'), 'printed'), (dict(variant='printed', current=False), 'history'), (dict(variant='released', history='outputs'), 'history'), (dict(history='output'), 'outputs'), (dict(p=0), 'p'), (dict(lam=-1.), 'lam')])
+@pytest.mark.parametrize('settings,word', [(dict(variant='printd'), 'printed'), (dict(variant='printed', current=False), 'history'), (dict(variant='released', history='outputs'), 'history'), (dict(history='output'), 'outputs'), (dict(p=0), 'p'), (dict(lam=-1.), 'lam'), (dict(p=2.5), 'whole number')])
 def test_refusals(settings, word):
     with pytest.raises(Refused, match=word): method('fedref', **settings)
+
+@pytest.mark.parametrize('history,p,word', [([], 3, 'none'), ([tensors(0)], 0, '0 is no whole'), ([tensors(0)], -1, '-1 is no whole'), ([tensors(0)], 2.5, '2.5 is no whole')])
+def test_a_reference_to_nothing_is_refused(history, p, word):
+    with pytest.raises(Refused, match=word): reference(history, p)
+
+@pytest.mark.parametrize('settings,word', [(dict(variant='printd'), "did you mean 'printed'"), (dict(lam=-1.), 'λ = -1'), (dict(eta=-1.), 'η = -1'), (dict(lam2=-1.), 'λ₂ = -1'), (dict(lam=float('nan')), 'nan')])
+def test_a_step_of_no_variant_or_away_from_its_goal_is_refused(settings, word):
+    now = dict(aggregate=tensors(0), reference=tensors(1), loss=double(0.))
+    with pytest.raises(Refused, match=word): server_step(now, now, **{**dict(eta=1., lam=.1), **settings})
 
 # ---- optimisers on the server beside Flower 1.41.0, two rounds of made-up replies
 # pip install flwr==1.41.0, then for t = 1, 2 and likewise for the others:
@@ -112,7 +130,8 @@ RATES = dict(eta=.1, tau=.01)
 FLOWER = {
     'fedavgm': (dict(beta=.9, eta=.5), [[.95, 1.8], [.855, 1.42]]), 'fedadagrad': (dict(RATES, flower=True), [[.9090909, 1.9024390], [.8430500, 1.8329566]]),
     'fedadam': (dict(RATES, flower=True), [[.9628770, 1.9406032], [.9127547, 1.8678444]]), 'fedyogi': (dict(RATES, beta2=.99), [[.95, 1.92], [.8712994, 1.8058320]])}
-REDDI = {'fedadagrad': (RATES, [[.9095012, 1.9024688], [.8436140, 1.8329970]]), 'fedadam': (RATES, [[.9585178, 1.9219039], [.8887520, 1.8089579]])} # v₀ = τ², by NumPy
+REDDI = {'fedadagrad': (RATES, [[.9095012, 1.9024688], [.8436140, 1.8329970]]), 'fedadam': (RATES, [[.9585178, 1.9219039], [.8887520, 1.8089579]]),
+    'fedyogi': (dict(RATES, beta2=.99, flower=False), [[.9585786, 1.9219224], [.8890338, 1.8092390]])} # v₀ = τ², by NumPy
 
 @pytest.mark.parametrize('name,settings,expected', [(n, *v) for table in (FLOWER, REDDI) for n,v in table.items()])
 def test_two_rounds_are_those_of_flower_and_of_the_paper(name, settings, expected):

@@ -51,7 +51,7 @@ def test_bad_lists(tmp_path):
     root = pacs(tmp_path/'pacs')
     refuses("'giraffe'", from_lists, root, classes=['girafe'])
     refuses("'pacs'", from_lists, root, 'pac')
-    refuses('is not domainnet|splits', from_lists, root, 'domainnet')
+    refuses('is not domainnet|clipart_train.txt|clipart_test.txt|clipart/CLASS/PICTURE|splits', from_lists, root, 'domainnet')
     one = root/'sketch_train_kfold.txt'
     good = one.read_text()
     for line,said in (('sketch/dog/pic_9.png 1','pic_9.png'), ('sketch/dog/pic_0.png 0','from 1'), ('../../x.png 1','style/class/picture'), ('sketch/../../x.png 1','style/class/picture'), ('sketch/dog/pic_0.png','class number'), ('sketch/cow/pic_0.png 1','two folders')):
@@ -117,6 +117,58 @@ def test_cinic10(tmp_path):
     refuses('ship', from_cinic10, tmp_path)
     refuses('valid', from_cinic10, tmp_path/'train')
 
+# Digit5
+
+def digit5(root, n_train=12, n_test=11, size=5):
+    "Made-up digits: a picture's brightness is its number, at its style's own place in 0 … 255; the corner at the upper right is white"
+    from scipy.io import savemat
+    def grey(n, base):
+        x = np.tile((base+np.arange(n, dtype=np.uint8))[:,None,None,None], (1,size,size,1))
+        x[:,0,-1] = 255
+        return x
+    def colour(n, base): return np.repeat(grey(n, base), 3, 3)
+    def one_hot(n): return np.eye(10)[np.arange(n)%10]
+    def numbers(n): return np.where(np.arange(n)%10==0, 10, np.arange(n)%10)[:,None]
+    root.mkdir(exist_ok=True)
+    sizes = dict(train=n_train, test=n_test)
+    savemat(root/'mnist_data.mat', {k: v for s,n in sizes.items() for k,v in ((f'{s}_32', grey(n, 0)), (f'label_{s}', one_hot(n)))})
+    savemat(root/'mnistm_with_label.mat', {k: v for s,n in sizes.items() for k,v in ((s, colour(n, 50)), (f'label_{s}', one_hot(n)))})
+    for style,base in (('svhn',100), ('synth',150)):
+        for s,n in sizes.items(): savemat(root/f'{style}_{s}_32x32.mat', dict(X=colour(n, base).transpose(1, 2, 3, 0), y=numbers(n)))
+    cells = np.empty((2,2), object)
+    for i,n in enumerate(sizes.values()): cells[i,0],cells[i,1] = grey(n, 200).transpose(0, 3, 1, 2)/255,numbers(n)
+    savemat(root/'usps_28x28.mat', dict(dataset=cells))
+    return root
+
+def test_digit5(tmp_path):
+    d = from_digit5(digit5(tmp_path/'digits'), size=5)
+    assert d.name == 'digit5' and d.source == 'digits' and d.train_x.shape == (60,5,5,3) and d.test_x.shape == (55,5,5,3) and d.classes == [*'0123456789']
+    assert d.group_names == dict(domain=['mnist','mnistm','svhn','syn','usps']) and (d.train_x[:,0,-1] == 255).all() and (d.train_x[:,-1,0] < 255).all()
+    for split,j,n in (('train',0,12), ('test',1,11)):                     # every image once, in its own part, and USPS not four times
+        assert pixels(d, split) == [(50*g+i,)*3 for g in range(5) for i in range(n)]
+        assert getattr(d, f'{split}_y').tolist() == [i%10 for _ in range(5) for i in range(n)] and d.group('domain')[j].tolist() == [g for g in range(5) for _ in range(n)]
+    assert from_digit5(tmp_path/'digits', size=3).train_x.shape == (60,3,3,3)
+
+def test_digit5_takes_some(tmp_path):
+    root = digit5(tmp_path/'digits')
+    a,b,c = (from_digit5(root, ('usps','mnist'), 5, 4, 3, seed=s) for s in (0, 0, 1))
+    assert a.group_names == dict(domain=['usps','mnist']) and a.train_x.shape[0] == 8 and [p[0] for p in pixels(a, 'test')] == [200,201,202,0,1,2]
+    assert (a.train_x == b.train_x).all() and (a.train_x != c.train_x).any() and [p[0]%50%10 for p in pixels(a, 'train')] == a.train_y.tolist()
+
+def test_bad_digit5(tmp_path):
+    from scipy.io import savemat
+    refuses('svhn_train_32x32.mat|usps_28x28.mat|synth_test_32x32.mat', from_digit5, tmp_path)
+    root = digit5(tmp_path/'digits')
+    refuses("'syn'", from_digit5, root, ('synn',))
+    X,y = np.zeros((5,5,3,2), np.uint8),np.array([[10],[1]])
+    for what,said in ((dict(X=X), 'holds no y'), (dict(X=X[...,0], y=y), 'HWCN'), (dict(X=X, y=y+1), '0 to 10'), (dict(X=X, y=y[:1]), '2 numbers'), (dict(X=X-1., y=y), '0 … 255'),
+        (dict(X=np.zeros((5,5,3,10)), y=np.ones((10,10))), 'rows of zeros with a one')):
+        savemat(root/'svhn_train_32x32.mat', what)
+        refuses(f'svhn_train_32x32.mat|{said}', from_digit5, root)
+    for bytes in b'', b'?', pickle.dumps(dict(X=X, y=y)):
+        (root/'svhn_train_32x32.mat').write_bytes(bytes)
+        refuses('svhn_train_32x32.mat|damaged', from_digit5, root)
+
 # CIFAR-10-C
 
 def cifar_c(folder, n=20, kinds=('fog','snow')):
@@ -142,7 +194,9 @@ def test_cifar_c_divides_by_photograph(tmp_path):
     assert len(parts.clients) == 4 and [len(t) for t in natural_test(parts, d.groups_of('train'), d.groups_of('test'))] == [4]*4
 
 def test_bad_cifar_c(tmp_path):
-    refuses('labels.npy', from_cifar_c, tmp_path)
+    refuses('labels.npy|fog.npy', from_cifar_c, tmp_path)
+    np.save(tmp_path/'labels.npy', np.arange(5))
+    refuses('labels.npy|fog.npy', from_cifar_c, tmp_path)
     cifar_c(tmp_path)
     refuses("'snow'", from_cifar_c, tmp_path, ['snou'])
     refuses('1 to 5', from_cifar_c, tmp_path, severities=(6,))
@@ -263,6 +317,15 @@ def test_fets(tmp_path):
     assert (d.train_x[d.train_y==3]==255).all() and d.train_y[0,1,2]==1 and set(np.unique(d.train_y))=={0,1,3}
     assert all(round(1000*int(x[0,0])/255, -1)==10*(p+1) for x,p in zip(d.train_x, who[0])), 'each slice is its patient\'s'
     assert all((a==b).all() for a,b in zip(d.train_x, from_fets(root, slices=3).train_x))
+
+def test_volumes_of_fets(tmp_path):
+    root,ids = fets(tmp_path/'fets')
+    d,few = from_fets(root, slices=None),from_fets(root, slices=3)
+    assert d.kind=='masks' and d.train_x.shape==d.train_y.shape==(8,7,6,8) and d.images('test').shape==(2,1,7,6,8) and d.n_classes==4
+    assert [set(p) for p in d.group('patient')]==[set(p) for p in few.group('patient')] and len(d.group('institution')[0])==8
+    assert (d.train_y[:,2]==few.train_y[::3]).all() and all(round(1000*int(x[1,0,0])/255, -1)==10*(p+1) for x,p in zip(d.train_x, d.group('patient')[0]))
+    deep = np.arange(1, 36)[None,None]*np.ones((1, 1, 1))
+    assert len(planes(deep, 0*deep, None, 'one')[0])==32 and planes(deep, 0*deep, None, 'one')[0][0].item()==round(255*2/np.quantile(deep, .998))
 
 def test_fets_in_one_sentence(tmp_path):
     refuses('FeTS2022|partitioning_1.csv', from_fets, tmp_path)
