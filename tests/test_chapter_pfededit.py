@@ -1,5 +1,6 @@
 "The settings of the PFedEdit paper as the paper states them, its partition, what its printed numbers add up to, and choices of a round."
 from dataclasses import replace
+from itertools import product
 import json
 from math import ceil
 import numpy as np, pytest, torch
@@ -12,15 +13,16 @@ from fedbook.errors import Refused
 from fedbook.experiments import federation
 from fedbook.federation import begin, client_view
 from fedbook.manifest import experiments
-from fedbook.method import methods
+from fedbook.method import method, methods
 from fedbook.methods.pfededit import candidate_layers, drawn
+from fedbook.models import build, Net
 from fedbook.papers import printed, printed_ids
 from fedbook.partition import dh_level, LEVELS
 from fedbook.published import from_lyme
 from fedbook.rounds import one_round, run
 
 IDS = [i for i in printed_ids() if i.startswith('001')]
-OURS = {i: e for i,e in experiments().items() if i.startswith('001')}
+OURS = {i: e for i,e in experiments().items() if i.startswith('001') and i not in ('001-pretrain','001-tuning')} # those two are no table of the paper
 SMALL = dict(data='fashion_mnist_mini', validation=.8, rounds=1, tuning=1, test=50, model=dict(name='cnn', channels=[4], hidden=[8]))
 
 # ---- the settings
@@ -38,7 +40,12 @@ def test_layers_and_edits_of_resnet18():
     for bad in (0, -1, 101):
         with pytest.raises(Refused, match='in percent'): n_edits(r18, bad)
 
-@given(st.sampled_from([(3, 'mlp'), (9, 'cnn')]), st.integers(1, 100))
+def test_layers_and_edits_of_transformers():
+    base,tokens,small = (dict(name=n) for n in ('vit_base_patch16_224','vit_tokens','vit_tiny32'))
+    assert [n_edits(base, r) for r in (1, 3, 5, 7, 9)]==[2, 4, 6, 8, 10] and n_layers(json.dumps(base), 'owning')==76
+    assert (n_layers(json.dumps(tokens)), n_edits(tokens, 7), n_layers(json.dumps(tokens), 'owning'))==(9*8+3, 6, 52) and n_layers(json.dumps(small))==9*8+3
+
+@given(st.sampled_from([(2, 'mlp'), (4, 'cnn')]), st.integers(1, 100)) # those that own parameters
 def test_a_ratio_is_rounded_up(layers, ratio):
     n,name = layers
     model = dict(name='mlp', hidden=[8]) if name=='mlp' else dict(name='cnn', channels=[2, 2], hidden=[8])
@@ -55,6 +62,16 @@ def test_who_stands_in_a_row():
     assert contender('measure', 'Loss')==('PFedEdit', dict(by='loss')) and contender('layers', 'Fixed')==('PFedEdit', dict(layers='fixed'))
     with pytest.raises(Refused, match='Accuracy'): contender('measure', 'Acuracy')
     with pytest.raises(Refused, match='coordinate'): contender('ratoi', 7)
+
+@pytest.mark.parametrize('model', [SMALL['model'], dict(name='resnet_tiny32'), dict(name='vit_tiny32', image_size=28, in_channels=1, patch=14, dim=8, depth=1)])
+def test_the_released_variant_never_keeps_the_head(model):
+    "Not even after rounds in which all of its layers are drawn"
+    fed = federation(edited_setting('PFedEdit', variant='released', **{**SMALL, 'model': model, 'method': dict(k=1)}))
+    n = len(candidate_layers(fed.net, 'released'))
+    fed = federation(edited_setting('PFedEdit', variant='released', **{**SMALL, 'model': model, 'rounds': 2, 'method': dict(k=n)}))
+    kept = run(fed)[0]['memory']['0']['kept']
+    assert fed.method.rule=='released' and any(kept.values()) and edited_setting('PFedEdit', **SMALL).method.get('rule') is None
+    if model['name']!='vit_tiny32': assert not any(b for k,b in kept.items() if k.startswith('head.')) # of ResNet-18; ViT's head is one of the 111
 
 def test_fine_tuning_follows_fedavg():
     s = edited_setting(EXTRA[0], data='fashion_mnist_mini', tuning=3, rounds=7)
@@ -80,6 +97,20 @@ def test_a_table_names_rows_of_its_printed_table(i):
     assert key in t.index and {c['dataset'] for c in t.cells}=={*paper['worlds']}
     assert {c[key] for c in t.cells} <= {*paper['values']} and not any(isinstance(v, str) and v not in ALGORITHMS and v not in {c[key] for c in t.cells} for v in paper['values'])
     for v in paper['values']: contender(key, v)
+
+def rows_of(i, profile): # as in the notebook
+    given = OURS[i].parameters(profile)
+    for w,v in product(given['worlds'], given['values']):
+        how = {k: x for k,x in {**given['settings'], **given['worlds'][w]}.items() if k not in ('levels','tokens')}
+        a,more = contender(given['coordinate'], v)
+        for variant in given['variants'] if a=='PFedEdit' else ['intended']: yield edited_setting(a, variant=variant, **how, **more)
+
+@pytest.mark.parametrize('i,profile', [(i, p) for i,e in OURS.items() if e.notebook.endswith('comparison.ipynb') for p in e.profiles])
+def test_every_row_of_a_table_has_a_network_that_its_method_can_use(i, profile):
+    kinds = {json.dumps([s.model, s.method], sort_keys=True): s for s in rows_of(i, profile)}
+    for s in kinds.values():
+        with torch.device('meta'): net = Net(build(**{**s.model, 'pretrained': False}), device='meta')
+        method(**s.method).network(net)
 
 # ---- the partition
 
