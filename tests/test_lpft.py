@@ -1,10 +1,16 @@
 "What the notebooks of the LP-FT paper share: distortion measured after a run, runs borrowed from another table, and a run beside the global model at which it began."
+from dataclasses import replace
+import re
 import numpy as np, pytest
+from torch import nn
 from hypothesis import given, strategies as st
-from fedbook.chapters.lpft import before_and_after, borrow, personalised, radiographs, spurious, with_distortion, with_spurious
+from fedbook.chapters.lpft import before_and_after, borrow, learnt, one_start, personalised, radiographs, with_distortion
+from fedbook.shifts import spurious, with_spurious
 from fedbook.data import Dataset
 from fedbook.errors import Refused
-from fedbook.experiments import Case, run_cases
+from fedbook.experiments import Case, run_case, run_cases
+from fedbook.models import MODELS
+from fedbook.papers import printed
 from fedbook.results import value_of
 
 SMALL = dict(world='corrupted clothes', model=dict(name='mlp', hidden=[8]), clients=3, rounds=1, epochs=2, test=20, cross=20)
@@ -18,6 +24,32 @@ def test_distortion_is_added_to_the_last_round_and_changes_nothing_else(tmp_path
         assert a['fingerprint']==b['fingerprint'] and a['rows']==[r for r in b['rows'] if not r[2].startswith('distortion')]
         assert [(r,i,m) for r,i,m,_ in b['rows'][-6:]]==[(3, i, f'distortion_{k}') for i in range(3) for k in ('own','all')]
     assert value_of(more[0], 'distortion_own') > 0 and value_of(more[1], 'distortion_own')==0
+
+def test_distortion_without_a_head_is_refused_before_training(monkeypatch):
+    monkeypatch.setitem(MODELS, 'headless', lambda n_classes, in_channels, image_size: nn.Sequential(nn.Flatten(), nn.Linear(in_channels*image_size**2, n_classes)))
+    setting = replace(case('FT').setting, model=dict(name='headless'))
+    with pytest.raises(Refused, match=re.escape('Classifier.of(module, head="name of the last layer")')): run_case(Case({}, setting), [0], engine='one_by_one', around=with_distortion, **ABOUT)
+
+def test_strategies_begin_at_one_model(tmp_path):
+    cases = [case('FT'), case('LP-FT', probing=1)]
+    records = run_cases(cases, [0, 1], tmp_path, engine='one_by_one', **ABOUT)
+    assert one_start(cases, records, [0, 1])==2
+    other = Case(dict(strategy='FT', lr=.5), personalised('FT', **SMALL, lr=.5))     # of FedAvg, too
+    assert one_start([case('FT'), Case({}, personalised('FT', **SMALL, tune_lr=.5))], [], [0])==1 and one_start([case('FT'), other], [], [0], 'lr')==2
+    with pytest.raises(Refused, match='seed 0 begins at another model'): one_start([case('FT'), other], [], [0])
+    i = next(i for i,row in enumerate(records[1]['rows']) if row[2]=='client_accuracy')
+    r,k,m,v = records[1]['rows'][i]
+    moved = {**records[1], 'rows': [*records[1]['rows'][:i], [r, k, m, np.nextafter(v, 99)], *records[1]['rows'][i+1:]]}
+    with pytest.raises(Refused, match='other scores'): one_start(cases, [records[0], moved, *records[2:]], [0, 1])
+    assert one_start(cases, [records[0], {**moved, 'older': True}], [0, 1])==2           # of older code: no verdict hangs on it
+
+@pytest.mark.parametrize('table,by,value', [('002-table2','dataset','Digit5'), ('002-table3',None,None), ('002-table4','ratio',.3), ('002-table7',None,None), ('002-table8',None,None)])
+def test_a_claim_is_asked_from_half_of_the_printed_global_accuracy(table, by, value):
+    goal, = [c['cross_global'] for c in printed(table).cells if c.get('strategy', c.get('algorithm')).startswith('LP-FT') and c.get(by)==value]
+    def r(v, seed=0): return dict(seed=seed, cell={by: value} if by else {}, setting=dict(protocol=dict(rounds=3)), rows=[[2, 0, 'client_accuracy', 99.], [3, 0, 'client_accuracy', v-1], [3, 1, 'client_accuracy', v+1], [4, 0, 'client_accuracy', 0.]])
+    for v,counts in ((goal/2+.01, True), (goal/2-.01, False)):
+        known = learnt([r(v), r(v, 1)], table, by)
+        assert known.found=={value: (pytest.approx(v), goal)} and known.counts(r(v))==counts and ('yes' in known._repr_markdown_())==counts
 
 def test_borrowed_runs_are_not_run_again_and_have_new_coordinates(tmp_path, monkeypatch):
     first, = run_cases([case('Sparse FT')], [0], tmp_path/'table', **ABOUT)
