@@ -378,10 +378,12 @@ KINDS['equal'] = AtEqual
 class Margin(Claim):
     "A claim of pairs: by how much the first cells are better, on average"
     margin: float = 0. # In the unit of the metric
+    times: float = 1. # What the first cells are multiplied by
 
     def in_print(self, t):
-        return round(float(np.mean([self.sign*(t.value(a, self.metric)-t.value(b, self.metric))
+        return round(float(np.mean([self.sign*(self.times*t.value(a, self.metric)-t.value(b, self.metric))
             for a,b in self.pairs])), 6) >= self.margin
+    def compared(self, runs, a, b): return paired(runs, a, b, self.metric, self.better, times=self.times)
     def tests(self, runs): return on_average(self, runs)
 
 # %% ../nbs/01_foundations/42_claims.ipynb #c91eee1f
@@ -395,7 +397,8 @@ def on_average(
     if not seeds: return [],1,unlike
     gaps = {s: float(np.mean([t.found.differences[s] for t in each]))-claim.sign*claim.margin for s in seeds}
     cells = [c for t in each for c in t.cells]
-    return [Test(f'mean of {len(each)} of {asked} differences, less {claim.margin:g}',
+    what = 'differences' if claim.times==1 else f'differences of {claim.times:g} times the first'
+    return [Test(f'mean of {len(each)} of {asked} {what}, less {claim.margin:g}',
         Paired.of(gaps, claim.sign), cells, near_chance(claim.metric, cells))],1,unlike
 
 # %% ../nbs/01_foundations/42_claims.ipynb #9f105f3a

@@ -21,8 +21,10 @@ class Evidence:
     def words(self): # Markdown that says where the numbers come from
         if 'FEDBOOK_REPRODUCES' in os.environ:
             return 'This notebook is a run of its own: its results are below.'
-        make = f'`fedbook reproduce {self.id} --profile laptop`'
-        if not self.folder: return f'Only the smoke run below exists so far. To make the evidence: {make}.'
+        if not self.folder:
+            profile = next(p for p in experiment(self.id).profiles if p!='smoke')
+            return ('Only the smoke run below exists so far. To make the evidence: '
+                f'`fedbook reproduce {self.id} --profile {profile}`.')
         return (f'From `figures/{self.folder.parts[-3]}/{self.folder.parts[-2]}/{self.folder.name}`, as it '
             f'stood when this notebook was executed.')
     def _ipython_display_(self):

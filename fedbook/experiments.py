@@ -17,7 +17,7 @@ from pathlib import Path
 import json, os, platform, shutil, time
 import numpy as np, torch
 from tqdm.auto import tqdm
-import fedbook
+import fedbook, fedbook.segmentation # The U-Nets join `MODELS`
 
 # %% ../nbs/01_foundations/50_experiments.ipynb #ccda47b4
 from . import data as datasets, partition as partitions, shifts

@@ -57,9 +57,9 @@ def badge(
     verdict:str, # E.g. 'undecided: leans to yes, 3 seeds, about 16 needed'
 ) -> str: # HTML
     "A verdict: its first words in a colour, the rest as text"
-    word,_,rest = re.sub(r'\s*[:(]\s*', '|', verdict, count=1).partition('|')
-    return (f'<b class="badge {COLOURS.get(word, "open")}">{escape(word)}</b> '
-        f'{escape(rest.rstrip(")") if "(" in verdict else rest)}')
+    word,mark,rest = re.fullmatch(r'(.*?)\s*(?:([:(])\s*(.*))?', verdict).groups('')
+    rest = rest.removesuffix(')') if mark=='(' else rest
+    return f'<b class="badge {COLOURS.get(word, "open")}">{escape(word)}</b> {escape(rest)}'
 
 # %% ../nbs/01_foundations/55_page.ipynb #a08e6cc7
 def ruling(
@@ -162,9 +162,12 @@ def chapter(
     p:Paper, # A paper
     cards:list[str], # Its cards
 ) -> str: # HTML, empty without a card
-    "The cards of one paper"
+    "The cards of one paper, below links to each"
     by = ', '.join(p.authors) or 'anonymous authors'
-    head = f'<h2>{escape(p.short)}</h2><p class="about">{escape(p.title)} ({escape(by)})</p>'
+    found = re.findall(r'<article id="([^"]+)"><h3>(.*?)(?:[.,:] |</h3>)', ''.join(cards))
+    to = ''.join(f'<a href="#{i}">{name}</a>' for i,name in found)
+    head = (f'<h2>{escape(p.short)}</h2><p class="about">{escape(p.title)} ({escape(by)})</p>'
+        f'<nav aria-label="{escape(p.short)}">{to}</nav>')
     return f'<section id="{p.short}">{head}{"".join(cards)}</section>\n' if cards else ''
 
 # %% ../nbs/01_foundations/55_page.ipynb #1e14eb74

@@ -6,9 +6,9 @@
 __all__ = ['FIELDS', 'HEAD', 'ROUNDS', 'ALPHA', 'COLUMNS', 'plain', 'check', 'torn', 'last_line', 'open_locked', 'append',
            'write_whole', 'read', 'tidy', 'on_data', 'stand_ins', 'centre', 'interval', 'side', 'verdict', 'curve_of',
            'forgetting', 'main_metric', 'best_round', 'sign_of', 'value_of', 'score_of', 'chance_level', 'at_chance',
-           'signed', 'rounded', 'Comparison', 'provenance', 'notes_of', 'coordinate', 'grouped', 'check_runs',
-           'shape_of', 'comparison', 'compare_cell', 'cell_verdict', 'p_value', 'Paired', 'paired', 'select', 'settle',
-           'style', 'legend_beside', 'dots', 'save_figure', 'save_outputs']
+           'signed', 'rounded', 'Comparison', 'scored_across', 'provenance', 'notes_of', 'coordinate', 'grouped',
+           'check_runs', 'shape_of', 'comparison', 'compare_cell', 'cell_verdict', 'p_value', 'Paired', 'paired',
+           'select', 'settle', 'style', 'legend_beside', 'dots', 'save_figure', 'save_outputs']
 
 # %% ../nbs/01_foundations/40_results.ipynb #80b4acaf
 from contextlib import contextmanager
@@ -384,20 +384,31 @@ class Comparison(Table):
     def in_html(self): return grid_html(self.grid())
     def legend(self): return legend_of(self.grid())
 
+# %% ../nbs/01_foundations/40_results.ipynb #c97da9ca
+def scored_across(
+    setting:dict, # Of a run
+) -> int: # 0 where models are not scored across clients
+    "On how many test images of each client, at most, the models of all are scored"
+    stages = [setting, *setting.get('after', [])]
+    return max(s.get('protocol', {}).get('cross', 0) for s in stages)
+
 # %% ../nbs/01_foundations/40_results.ipynb #58dbce7e
 def provenance(
-    records:list[dict], # The runs of one table
+    records:list[dict], # The runs of one table, some of them in several of its cells
 ) -> dict: # Each list in order of appearance
     "What the runs of a table were"
     def all_of(k): return list(dict.fromkeys(r[k] for r in records))
-    return dict(profile=all_of('profile'), data=all_of('data'), model=all_of('model'),
+    def names(k): return list(dict.fromkeys(n for r in records for n in r[k].split(', ')))
+    once = {r['fingerprint']: r for r in records}.values()
+    across = sorted({n for r in records if (n := scored_across(r['setting']))})
+    return dict(profile=all_of('profile'), data=names('data'), model=names('model'),
         method=all_of('method'), variant=all_of('variant'),
         stand_in=list(dict.fromkeys(w for r in records for w in stand_ins(r))), seeds=sorted(all_of('seed')),
-        device=all_of('device'), engine=all_of('engine'),
-        seconds=sum(r['seconds'] for r in records), version=all_of('version'), code=all_of('code'),
-        older=sum(r.get('older', False) for r in records),
-        set_aside=sum(m=='set_aside' for r in records for *_,m,_ in r['rows']),
-        runs=sorted(all_of('fingerprint')))
+        device=all_of('device'), engine=names('engine'),
+        seconds=sum(r['seconds'] for r in once), version=all_of('version'), code=all_of('code'),
+        older=sum(r.get('older', False) for r in once),
+        set_aside=sum(m=='set_aside' for r in once for *_,m,_ in r['rows']),
+        runs=sorted(all_of('fingerprint')), **(dict(across=across) if across else {}))
 
 # %% ../nbs/01_foundations/40_results.ipynb #a87a7791
 def notes_of(
@@ -411,6 +422,8 @@ def notes_of(
             + '; 95 % intervals by Student\'s t over seeds.',
             f'Data: {words("data")}. Model: {words("model")}. Method: {words("method")} '
             f'({words("variant")}).',
+            *([f'Scores across clients: each model on at most {words("across")} test images of each client.']
+            if 'across' in p else []),
             'Stand-ins: '+'; '.join(p['stand_in'])+'.' if p['stand_in']
             else 'No stand-ins: data, model and scale are the paper\'s.',
             f'Device: {words("device")}; engine: {words("engine")}; {p["seconds"]:.0f} s in total; fedbook '
@@ -491,10 +504,12 @@ def comparison(
     require(index, 'Name the coordinates of these cells, e.g. index=["classes"].')
     for k in index: choose(k, cells[0], 'coordinate in these cells')
     keys = index + [k for k in ('method','variant') if k not in index and len({r[k] for r in records}) > 1]
-    groups,by_cell = grouped(records, keys),{tuple(c[k] for k in index): c for c in cells}
+    groups,by_cell = grouped(records, keys),{tuple(c.get(k) for k in index): c for c in cells}
     kinds = dict.fromkeys(g[len(index):] for g in groups) or [()]
     places = dict.fromkeys([c+k for c,k in product(by_cell, kinds)] + list(groups))
-    rows = [[*p, *compare_cell(groups.get(p, {}), by_cell.get(p[:len(index)], {}), m, at)]
+    # NaN in the frame would be no equal of itself
+    rows = [['–' if k is None else k for k in p]
+        + compare_cell(groups.get(p, {}), by_cell.get(p[:len(index)], {}), m, at)
         for p,m in product(places, metrics)]
     about = provenance(records) | dict(at=at) | (dict(by=main_metric(records)) if at=='validation' else {})
     title = '' if isinstance(printed, list) else printed.heading
@@ -570,10 +585,11 @@ def paired(
     metric:str, # Which metric
     better:str=None, # 'higher' or 'lower'; `None`: what is known of the metric
     at:str='last', # The round: 'last' or 'validation'
+    times:float=1., # By what A is multiplied first
 ) -> Paired:
     "Compare A with B seed by seed; raises `Refused` where they share no seed, or one is not unique"
     sides = [{s: score_of(r, metric, at) for s,r in select(records, w).items()} for w in (a, b)]
-    gaps = {s: sides[0][s]-sides[1][s] for s in sorted(set(sides[0]) & set(sides[1]))
+    gaps = {s: times*sides[0][s]-sides[1][s] for s in sorted(set(sides[0]) & set(sides[1]))
         if None not in (sides[0][s], sides[1][s])}
     require(gaps, f'{a} and {b} share no seed with a {metric}.')
     return Paired.of(gaps, sign_of(metric, better))

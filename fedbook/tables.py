@@ -97,12 +97,12 @@ class Line:
 
 # %% ../nbs/01_foundations/39_tables.ipynb #342a1db1
 def line_of(
-    row:dict, # Texts of a comparison: `ours`, `low`, `high`, `verdict`
+    row:dict, # Texts of a comparison: `ours`, `low`, `high`, `n`, `verdict`
     best:bool, # Is it the best of its block?
     label:str='', # The variant
 ) -> Line:
     "A row of a comparison as a line of a cell"
-    ours = row['verdict'] if row['verdict']=='diverged' else row['ours']
+    ours = row['verdict'] if row['verdict']=='diverged' or row.get('n')=='0' else row['ours']
     return Line(ours, '' if row['low']=='–' else f"[{row['low']}, {row['high']}]",
         row['verdict'], best, label)
 
@@ -143,7 +143,7 @@ def cell_of(
     "One cell; variants with the same outcome share a line, those that were not run have none"
     shared = {}
     for r,b,k in zip(rows, best, kinds):
-        if r['n']!='0':
+        if r['n']!='0' or r['verdict']!='not run':
             shared.setdefault((r['ours'], r['low'], r['high'], r['verdict']), []).append((r, b, k))
     here = {k for found in shared.values() for *_,k in found}
     told = [len(set(values)) > 1 # what tells lines apart

@@ -13,7 +13,7 @@ from torch.nn.functional import adaptive_avg_pool2d
 from . import data as datasets
 from .errors import require
 from .features import cached_features
-from .models import build, Classifier, MODELS
+from .models import build, Classifier, MODELS, transformer
 
 # %% ../nbs/01_foundations/21_tokens.ipynb #8af2f323
 class Stem(nn.Module):
@@ -93,13 +93,6 @@ def vit_tokens(
     heads:int=4, # Attention heads per block
 ) -> Classifier: # Fresh
     "A vision transformer on the tokens of a frozen stem"
-    from fedbook.compat import timm
-    require(dim % heads == 0, f'dim must be a multiple of heads, and {dim} is none of {heads}.')
-    make = timm().models.vision_transformer.VisionTransformer
-    body = make((image_size, width), (1, width), in_channels, num_classes=0, embed_dim=dim, depth=depth,
-        num_heads=heads)
-    # the fused kernel has no batching rule: `vmap` would loop over it
-    for b in body.blocks: b.attn.fused_attn = False
-    return Classifier(body, nn.Linear(dim, n_classes))
+    return transformer((image_size, width), (1, width), in_channels, n_classes, dim, depth, heads)
 
 MODELS['vit_tokens'] = vit_tokens

@@ -1,4 +1,4 @@
-"The pages that are notebooks as Markdown, README.md first: `python tests/readme.py` writes them, a test compares."
+"""The pages that are notebooks as Markdown, README.md first, and the evidence on which paper notebooks open: `python tests/readme.py` writes them, tests compare."""
 import os, re
 from pathlib import Path
 import nbformat
@@ -49,7 +49,33 @@ def fresh(page:str) -> tuple: # The page and its notebook
     nb = made(notebook)
     return moved(markdown(nb), notebook.parent, page),nb
 
+PAPERS = sorted(p for p in (ROOT/'nbs'/'04_papers').rglob('*.ipynb') if '.ipynb_checkpoints' not in p.parts)
+
+def evidence(id:str) -> list: # Outputs of a cell
+    "What `committed(id)` displays now"
+    from IPython.core.interactiveshell import InteractiveShell
+    from IPython.utils.capture import capture_output
+    from fedbook.evidence import committed
+    InteractiveShell.instance()
+    with capture_output() as seen: committed(id)._ipython_display_()
+    return [nbformat.v4.new_output('display_data', data=o.data) for o in seen.outputs]
+
+def opening(notebook:Path) -> tuple: # A notebook, and whether its stored evidence was the newest
+    "A paper notebook that opens on what the highest profile has found by now"
+    nb,newest = nbformat.read(notebook, 4),True
+    for c in nb.cells:
+        asked = re.search(r"^committed\('([^']+)'\)", c.source, re.M) if c.cell_type=='code' else None
+        if not asked: continue
+        now = evidence(asked[1])
+        texts = lambda outputs: [o.data.get('text/markdown') or o.data.get('text/html') for o in outputs]
+        newest &= texts(c.outputs)==texts(now)
+        c.outputs = now
+    return nb,newest
+
 if __name__=='__main__':
+    for notebook in PAPERS:
+        nb,newest = opening(notebook)
+        if not newest: nbformat.write(nb, notebook)
     for page in PAGES:
         text,nb = fresh(page)
         (ROOT/page).write_text(text)

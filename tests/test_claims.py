@@ -14,7 +14,7 @@ from fedbook.results import ALPHA, p_value
 EVERY = claims()
 NOT_PRINTED = {'002-table7-falls','002-table7-distortion', # of the global model, and of features: Table 7 prints neither
     '004-table2-operations','004-table2-seconds', *(f'004-table3-{d}-p' for d in ('femnist','cinic10','fets2022')), # words in Table II, dashes in Table III
-    *(f'004-table{n}-{s}' for n in (4, 5, 6) for s in (50, 75, 90)), '004-table4-forgetting','004-table5-forgetting'} # other thresholds, and what nobody measured
+    *(f'004-table{n}-{s}' for n in (4, 5, 6) for s in (50, 75, 90)), *(f'004-table{n}-forgetting{s}' for n in (4, 5) for s in ('','-fedavg'))} # other thresholds, and what nobody measured
 ROOT = Path(__file__).resolve().parents[1]
 def run(seed, accuracy, variant='intended', model='vit', **cell): return dict(model=model, data='x', stand_in=dict(model='a toy'), seed=seed, cell=cell, variant=variant, fingerprint=f'{seed}{cell}{variant}', rows=[[1, None, 'accuracy', accuracy]], paper='000', table='000-table6', profile='smoke')
 def pairs(*epochs, **kw): return Claim('x', '000-table6', '', '', [[dict(epochs=a), dict(epochs=b)] for a,b in epochs], **kw)

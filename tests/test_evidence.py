@@ -80,3 +80,8 @@ def test_a_remark_stands_below_the_table_of_its_profile_only(figures, monkeypatc
     assert displayed(committed('000-table7'), monkeypatch)[-1]==('Markdown', '**After looking.** Believe it.')
     run(figures, 'overnight')
     assert displayed(committed('000-table7'), monkeypatch)[-1][0]=='HTML'
+
+def test_what_makes_missing_evidence_is_a_profile_that_the_table_has():
+    for id,e in experiments().items():
+        profile = Evidence(id, None).words().split('--profile ')[1].rstrip('`.')
+        assert profile!='smoke' and profile in e.profiles, f'{id}: {profile}'

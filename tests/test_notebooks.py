@@ -35,7 +35,13 @@ def test_cells_are_short(nb):
     lines = sorted(map(length, code(nb)))
     assert not lines or lines[int(.9*(len(lines)-1))] <= 12
 
-LIBRARY = [p for p in NBS if p.parent.name in ('00_tutorials','01_foundations','02_methods','03_theory')]
+@pytest.mark.parametrize('nb', [p for p in NBS if p.parent.name in ('01_foundations','appendix','02_methods')], ids=lambda p: p.stem)
+def test_half_of_a_library_notebooks_cells_are_a_glance_long(nb):
+    "Half of them have five lines or fewer"
+    lines = sorted(n for n in map(length, code(nb)) if n)
+    assert not lines or lines[(len(lines)-1)//2] <= 5
+
+LIBRARY = [p for p in NBS if p.parent.name in ('00_tutorials','01_foundations','appendix','02_methods','03_theory')]
 
 @pytest.mark.parametrize('nb', LIBRARY, ids=lambda p: p.stem)
 def test_no_line_of_code_scrolls_sideways(nb):
@@ -80,3 +86,15 @@ def test_defaults_of_a_notebook_are_the_smoke_run_of_its_first_table(e):
 @pytest.mark.parametrize('e', EXPERIMENTS, ids=lambda e: e.id)
 def test_table_uses_no_directive_that_papermill_ignores(e):
     assert not any(re.search(r'^#\| *(eval: *false|export)', s, re.M) for s in code(ROOT/'nbs'/e.notebook))
+
+def test_notebooks_that_one_process_runs_keep_the_same_digit5():
+    "`load('digit5')` stands for one data set in a process, and nbdev_test runs many notebooks in one"
+    asked = [c for nb in NBS for c in code(nb) if re.search(r"^digit5\(", c, re.M)]
+    smoke = [e.parameters('smoke') for e in EXPERIMENTS if 'smoke' in e.profiles]
+    drawn = [p['digits'] for p in smoke if any('Digit5'==w.get('world') for w in p.get('worlds', {}).values())]
+    assert len(asked)==1 and len(drawn)==1
+    assert 'digit5({sources}, {n_train}, {n_test})'.format(**drawn[0])==asked[0]
+
+def test_a_name_of_a_network_means_one_thing_in_all_notebooks_that_one_process_runs():
+    made = [(name, nb.stem) for nb in NBS for c in code(nb) for name in re.findall(r"^MODELS\['(\w+)'\] =", c, re.M)]
+    assert made and len({name for name,_ in made})==len(made), made

@@ -93,6 +93,15 @@ def test_no_formula_of_a_notebook_is_left_as_tex(made):
 @pytest.mark.parametrize('verdict,colour', [('holds', 'yes'), ('fails', 'no'), ('holds only under the condition', 'open'), ('not tested: other data', 'open'), ('of older code (8 of 30 pairs)', 'open')])
 def test_a_badge(verdict, colour): assert f'badge {colour}">{re.split(" [(]|:", verdict)[0]}</b>' in badge(verdict)
 
+@pytest.mark.parametrize('verdict,rest', [('undecided: leans to no, 3 seeds (6 of 12 pairs)', 'leans to no, 3 seeds (6 of 12 pairs)'), ('of older code (8 of 30 pairs)', '8 of 30 pairs'), ('holds', '')])
+def test_a_badge_keeps_brackets_in_pairs(verdict, rest): assert badge(verdict).endswith(f'</b> {rest}')
+
+def test_each_chapter_begins_with_links_to_its_cards(made):
+    for section in re.findall(r'<section id="(?!smoke)[^"]+">.*?</section>', made.read_text(encoding='utf-8'), re.S):
+        nav = re.search('<nav.*?</nav>', section)[0]
+        assert re.findall('href="#([^"]+)"', nav)==re.findall('<article id="([^"]+)"', section)
+        assert all(name and len(name) < 80 for name in re.findall('>([^<]*)</a>', nav))
+
 @pytest.mark.parametrize('seconds,words', [(119, '119 s'), (600, '10 min'), (9845, '2.7 h')])
 def test_a_time_is_easily_read(seconds, words, tmp_path, monkeypatch):
     monkeypatch.setenv('FEDBOOK_FIGURES', str(tmp_path))

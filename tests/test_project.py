@@ -2,14 +2,14 @@
 import ast, configparser, json, re, shlex, subprocess, sys, tomllib
 from pathlib import Path
 import nbformat, pytest, yaml
-from readme import fresh, PAGES
+from readme import fresh, opening, PAGES, PAPERS
 
 ROOT = Path(__file__).resolve().parents[1]
 INI = configparser.ConfigParser(); INI.read(ROOT/'settings.ini'); INI = INI['DEFAULT']
 TOML = tomllib.loads((ROOT/'pyproject.toml').read_text())
 PROJECT,NBDEV = TOML['project'],TOML['tool']['nbdev']
-FLOORS = ['errors', 'files streams settings', 'sources tensors compat wire', 'data partition models optim tasks memory shifts published segmentation', 'features', 'tokens', 'method', 'methods', 'federation', 'client replies evaluate', 'rounds', 'trace workers', 'engines', 'tables', 'results papers manifest claims pictures',
-          'experiments', 'beside chapters theory unchanged', 'page evidence', 'ledger', 'runner', 'queue', 'cli']
+FLOORS = ['errors', 'files streams settings', 'sources tensors compat wire', 'corruptions', 'further_corruptions', 'data partition models optim tasks memory published segmentation', 'shifts', 'features', 'tokens', 'method', 'methods', 'federation', 'client replies evaluate', 'rounds', 'trace workers', 'engines', 'tables', 'results papers manifest claims pictures',
+          'experiments', 'beside chapters theory tuning unchanged', 'page evidence', 'ledger', 'runner', 'queue', 'cli']
 
 def plain(x): return dict(true=True, false=False).get(x.lower(), x) if isinstance(x, str) else x
 
@@ -76,6 +76,10 @@ def test_importing_fedbook_is_light():
 def test_a_page_is_its_notebook(page):
     text,nb = fresh(page)
     assert (ROOT/page).read_text()==text and nbformat.read(ROOT/'nbs'/PAGES[page], 4)==nb, 'run: make readme'
+
+@pytest.mark.parametrize('notebook', PAPERS, ids=lambda p: f'{p.parent.name}-{p.stem}')
+def test_a_paper_notebook_opens_on_the_newest_evidence(notebook):
+    assert opening(notebook)[1], 'run: make readme'
 
 def anchors(page):
     "The headings of a page or notebook, as links name them"

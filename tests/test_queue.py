@@ -1,5 +1,5 @@
 "The queue makes tables in a checkout of its own, and what it has finished arrives here."
-import json, os, shutil, signal, subprocess, sys, time
+import json, os, shutil, signal, subprocess, sys, threading, time
 from pathlib import Path
 import psutil, pytest
 from fedbook import queue as Q
@@ -40,6 +40,8 @@ def test_it_works_rests_goes_on_and_brings_home_what_it_has_made(project):
         assert said(project, 'pause')[0]==0
         table = [f for f in Q.family(p.pid) if 'reproduce' in ' '.join(f.cmdline())]
         assert table and all(f.status()==psutil.STATUS_STOPPED for f in table) and table[0].nice()==19
+        sessions = Path(f'/proc/{table[0].pid}/autogroup') # Linux weighs sessions before processes
+        assert not sessions.exists() or sessions.read_text().split()[-2:]==['nice','19']
         assert 'The queue rests' in said(project)[1]
         assert said(project, 'continue')[1].startswith('The queue goes on')
         (project/'fedbook'/'errors.py').write_text('broken =') # editing here does not disturb what runs there
@@ -90,3 +92,24 @@ def test_the_order_names_tables_that_exist():
     import tomllib
     from fedbook.manifest import experiments
     assert set(tomllib.loads((ROOT/'fedbook'/'assets'/'queue.toml').read_text())['first']) <= set(experiments())
+
+@pytest.mark.skipif(not Path('/proc/self/autogroup').exists(), reason='sessions have no priority here')
+def test_a_session_that_a_table_begins_gives_way_too(tmp_path):
+    "A kernel begins one, and it would run beside the work at the machine as an equal"
+    kernel = "import subprocess; subprocess.run(['sleep', '60'], start_new_session=True)"
+    table = subprocess.Popen([sys.executable, '-c', kernel], preexec_fn=Q.give_way)
+    told = threading.Thread(target=Q.follow, args=(table, tmp_path/'rests', .02))
+    told.start()
+    try:
+        assert until(lambda: sum(os.getsid(p.pid)==p.pid for p in Q.family(table.pid))==2)
+        lowest = lambda p: Path(f'/proc/{p.pid}/autogroup').read_text().split()[-2:]==['nice','19']
+        assert until(lambda: all(map(lowest, Q.family(table.pid))), seconds=10)
+    finally: Q.each(table.pid, 'kill'); told.join()
+
+@pytest.mark.skipif(not Path('/proc/self/autogroup').exists(), reason='sessions have no priority here')
+def test_the_session_of_the_caller_keeps_its_priority():
+    "A process that follows another of its own session would run at the lowest priority from then on"
+    code = ("from fedbook import queue as Q; import subprocess; from pathlib import Path;"
+        "Q.follow(subprocess.Popen(['sleep', '.1']), Path('/nowhere'), .02); print(Path('/proc/self/autogroup').read_text())")
+    p = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, start_new_session=True, check=True)
+    assert p.stdout.split()[-1]=='0'

@@ -1,5 +1,5 @@
 "Records survive a kill at any byte; intervals, verdicts and tables say what they should and nothing else."
-import json, math, multiprocessing as mp, os, signal, subprocess, sys, time, warnings
+import json, math, multiprocessing as mp, os, re, signal, subprocess, sys, time, warnings
 import numpy as np, pytest, torch
 from hypothesis import given, settings, strategies as st
 from scipy.stats import t
@@ -231,6 +231,12 @@ def test_older_code_has_numbers_and_no_verdict():
     assert c.provenance['older']==1 and '1 of 4 runs are of older code' in c.to_markdown() and 'older code' not in R.comparison(rs[1:], CELLS, KEYS).to_markdown()
     assert R.comparison([run(classes=7, older=True)], CELLS, KEYS, ['accuracy']).frame.verdict.tolist()[-1]=='of older code'
 
+def test_a_run_in_several_cells_counts_once_in_the_seconds():
+    a,b = run(0),run(1)
+    again = dict(a, cell={**a['cell'], 'reached': '50 %'}, older=True)
+    assert R.provenance([a, b, again])['seconds']==a['seconds']+b['seconds'] > 0
+    assert R.provenance([dict(a, older=True), again])['older']==1
+
 # ---- which round
 
 def test_round_is_never_chosen_on_test_data():
@@ -441,3 +447,21 @@ def test_a_table_says_how_often_clients_were_set_aside():
 def test_a_picture_names_what_stands_in(printed, used, said):
     from fedbook.results import on_data
     assert on_data(printed, [dict(data=used)]*2)==said
+
+@pytest.mark.parametrize('setting,n', [(dict(lr=.03), None), (dict(protocol=dict(cross=20)), 20), (dict(protocol=dict(rounds=5), after=[dict(protocol=dict(cross=100))]), 100), (dict(protocol=dict(cross=20), after=[dict(method={})]), 20)])
+def test_a_table_says_on_how_many_images_models_were_scored_across_clients(setting, n):
+    c = R.comparison([run(0, setting=setting), run(1, setting=setting)], CELLS, KEYS)
+    assert c.provenance.get('across')==(n and [n]) and (f'on at most {n} test images of each client' in c.to_markdown())==bool(n)
+
+def test_a_coordinate_that_some_cells_lack_keeps_their_line_in_one():
+    "NaN is no key: each of its metrics had a line of its own"
+    flood = run(0, cell=dict(classes=5, epochs=4, flood=.5), fingerprint='b')
+    c = R.comparison([run(0), flood], [dict(classes=5, epochs=4, flood=None), dict(classes=5, epochs=4, flood=.5)], [*KEYS, 'flood'], ['accuracy','loss'])
+    assert c.frame.flood.tolist()==['–']*2+[.5]*2 and [len(r) for r in c.grid().rows]==[3, 3] and c.to_markdown().count('35.00')==2
+    assert re.search(r'\| – \|[^|]*35\.00[^|]*\|[^|]*8\.00', c.to_markdown())
+
+def test_what_several_runs_share_is_named_once():
+    "A run of two stages names two engines, one of three data sets three"
+    some = [run(s, engine=e, data=d) for s,(e,d) in enumerate([('traced, processes', 'a'), ('processes, traced', 'a, b'), ('traced', 'b')])]
+    made = R.provenance(some)
+    assert made['engine']==['traced','processes'] and made['data']==['a','b']

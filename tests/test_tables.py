@@ -26,8 +26,12 @@ def test_a_baseline_without_variants_stands_once_and_without_a_label():
         ['FedX','61.5 → **65.0** [64.0, 66.0] intended<br>→ 50.0 [49.0, 51.0] ? released']]
 
 def test_a_variant_that_was_not_run_leaves_the_other_with_its_name():
-    rows = [row(variant=v) for v in ('intended','released')]+[row('FedX', 'intended', alpha=a) for a in (.3, .6)]+[row('FedX', 'released', n=0, ours=math.nan), row('FedX', 'released', alpha=.6, ours=55.)]
+    rows = [row(variant=v) for v in ('intended','released')]+[row('FedX', 'intended', alpha=a) for a in (.3, .6)]+[row('FedX', 'released', n=0, ours=math.nan, verdict='not run'), row('FedX', 'released', alpha=.6, ours=55.)]
     assert body(grid(rows))[3][1]=='61.5 → 60.0 [59.0, 61.0] intended', 'elsewhere in this row and column both ran'
+
+def test_what_was_run_without_a_number_says_why():
+    rows = [row(variant=v) for v in ('intended','released')]+[row('FedX', v, n=0, ours=math.nan, verdict='not within 40 rounds') for v in ('intended','released')]
+    assert body(grid(rows))[3][1]=='61.5 → not within 40 rounds'
 
 def test_what_was_not_run_and_what_is_not_printed():
     rows = [row(n=0, ours=math.nan, verdict='not run'), row('FedX', printed=math.nan, verdict='not printed'), row('FedY', verdict='diverged', ours=math.nan)]

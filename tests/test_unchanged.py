@@ -3,10 +3,12 @@ import json, shutil
 from pathlib import Path
 import numpy as np, pytest, torch
 import fedbook.experiments as E
+from fedbook.data import CATALOGUE, load, OWN
 from fedbook.errors import Refused
 from fedbook.experiments import Case, code_fingerprint, run_cases, Setting
 from fedbook.federation import FederatedData
-from fedbook.unchanged import answers, compare, cut, digest, note, samples, shortened
+from fedbook.segmentation import drawn_tumours
+from fedbook.unchanged import answers, code_of, compare, cut, digest, in_turn, made_again, note, samples, shortened
 
 ROOT = Path(__file__).resolve().parents[1]
 ABOUT = dict(paper='000', table='a table', profile='laptop', stand_in={})
@@ -24,6 +26,7 @@ def rewritten(checkout, file, now, before):
     path.write_text(text.replace(now, before))
     return checkout
 
+SEGMENTED = ('seen.append(x); x = f(self.halved(x))', 'seen.append(x); x = f(self.halved(x) + 0)')
 SAME = ('rounds.py', "fed.method.aggregate(old, [{**a['message'], 'client': i} for i,a in replies.items()], weights)", "fed.method.aggregate(old, list({**a['message'], 'client': i} for i,a in replies.items()), weights)")
 OTHER = ('methods/fedprox.py', 'self.mu/2', '1.001*self.mu/2')
 
@@ -88,6 +91,30 @@ def test_what_is_no_checkout_is_refused(tmp_path):
     with pytest.raises(Refused, match='is no checkout of fedbook'): compare(tmp_path, [dict(method='fedavg')])
     broken = rewritten(older(tmp_path/'a'), 'rounds.py', 'import json\n', 'import jsom\n')
     with pytest.raises(Refused, match="cannot be run: ModuleNotFoundError: No module named 'jsom'"): answers(broken, ['fedavg'])
+
+def test_what_cannot_be_run_here_is_left_aside_and_said(tmp_path, monkeypatch):
+    monkeypatch.setattr(E, 'UNCHANGED', tmp_path/'unchanged.json'); E.UNCHANGED.write_text('{}')
+    old,said = rewritten(older(tmp_path/'a'), *SAME),[]
+    [code] = map(json.loads, answers(old, ['fedavg']))
+    missing = dict(CASES[0].setting.settings(), data='a set that nobody has')
+    records = [dict(method='fedavg', code=code, setting=s) for s in (CASES[0].setting.settings(), missing)]
+    assert compare(old, records, said.append)=={code: code_fingerprint('fedavg')}
+    assert said[0].startswith("fedavg           1 of 1 settings equal; not run: There is no data set 'a set that nobody has'")
+    assert compare(old, records[1:], said.append)=={} and 'no rows of that code; not run' in said[1]
+
+def test_slices_that_were_made_smaller_are_made_again(monkeypatch):
+    whole = drawn_tumours(6, 6, 16)
+    monkeypatch.setitem(OWN, 'heads', whole), monkeypatch.setitem(CATALOGUE, 'heads', None)
+    for name in ('heads','heads_small','tails_8','heads_8'): made_again(name)
+    assert load(f'{whole.name}_8').train_x.shape==(6, 8, 8)
+
+def test_a_model_that_is_not_among_the_models_is_part_of_the_code(tmp_path):
+    "As in the run itself, where the U-Net counts as soon as `fedbook.segmentation` is there"
+    setting = dict(data='fashion_mnist_mini', model=dict(name='unet'), method=dict(name='fedavg'), after=[dict(method=dict(name='ft'))])
+    name = in_turn(dict(method='fedavg', setting=setting))
+    assert name=='fedavg then ft with unet' and code_of(name)==Case({}, Setting(**setting)).code()!=code_of('fedavg then ft')
+    other = rewritten(older(tmp_path/'a'), 'segmentation.py', *SEGMENTED)
+    assert [json.loads(a)==code_of(n) for n,a in zip(('fedavg', name), answers(other, ['fedavg', name]))]==[True, False]
 
 def test_what_is_noted_is_code_that_was():
     noted = json.loads((ROOT/'fedbook'/'assets'/'unchanged.json').read_text())

@@ -21,9 +21,12 @@ class FedYogi(FedAvg):
     beta1: float = setting(.9, 'memory of the mean change', released=.9, low=0, below=1)
     beta2: float = setting(.999, 'memory of its square; at 1 it stays 0, and τ alone divides',
                            released=.999, low=0, high=1)
+    flower: bool = True # As in Flower, v from 0 on? In the paper, from τ² on
 
     def server(self, w, n):
-        return dict(super().server(w, n), m=tmap(torch.zeros_like, w), v=tmap(torch.zeros_like, w))
+        v0 = 0. if self.flower else self.tau**2
+        return dict(super().server(w, n), m=tmap(torch.zeros_like, w),
+                    v=tmap(lambda w: torch.full_like(w, v0), w))
 
     def aggregate(self, state, messages, weights):
         new,w = super().aggregate(state, messages, weights),state['w']
