@@ -1424,6 +1424,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                  'fedbook/methods/pfededit.py'),
                                           'fedbook.methods.pfededit.PFedEdit.__post_init__': ( '02_methods/pfededit.html#pfededit.__post_init__',
                                                                                                'fedbook/methods/pfededit.py'),
+                                          'fedbook.methods.pfededit.PFedEdit.candidates': ( '02_methods/pfededit.html#pfededit.candidates',
+                                                                                            'fedbook/methods/pfededit.py'),
                                           'fedbook.methods.pfededit.PFedEdit.chosen': ( '02_methods/pfededit.html#pfededit.chosen',
                                                                                         'fedbook/methods/pfededit.py'),
                                           'fedbook.methods.pfededit.PFedEdit.edit': ( '02_methods/pfededit.html#pfededit.edit',

@@ -180,9 +180,9 @@ def evaluate_cross(
     there = [j for j,part in enumerate(fed.data.test_clients) if len(part)]
     A = torch.full((n, n), torch.nan, dtype=torch.float64)
     A[:,there] = torch.tensor([[v for *_,v in row] for row in rows], dtype=torch.float64)
-    found = cross_client_metrics(A)
     unscored = int(A.isnan().all(0).sum())
-    return ([[r, None, f'cross_{k}', found[k]] for k in PRINTED]
+    found = cross_client_metrics(A) if n-unscored > 1 else {}
+    return ([[r, None, f'cross_{k}', found[k]] for k in PRINTED if found]
         + [[r, None, 'cross_unscored', unscored]]*bool(unscored)
         + (sum(rows, []) if r==fed.protocol.rounds else []))
 

@@ -285,18 +285,18 @@ def stage_after(
     # another order of batches than in the first rounds
     seed = int(stream(fed.seed, 'stage', i).integers(2**31))
     return Federation(method(**s.method), net, fed.data, local(**s.local), protocol(**s.protocol), seed,
-        own_models(fed, state))
+        own_models(fed, state, net.weights()))
 
 # %% ../nbs/01_foundations/50_experiments.ipynb #4a5da71c
-def own_models(fed, state) -> Memory: # `None` where all have the global one
-    "Each client's model after the last round"
+def own_models(fed, state, weights) -> Memory: # `None` where all have the global one
+    "Each client's model after the last round; what has not trained is as in `weights`"
     if shared(fed): return None
     found,r = Memory(),fed.protocol.rounds
     for i in range(len(fed.data.clients)):
         c = scored_view(fed, state, i, r)
         with seeded(fed.seed, 'personal', i, device=str(c.own.device)): w = fed.method.personal(c)
         found = found.after({str(i): dict(
-            w={k: v for k,v in w.items() if k in state['server']['w']}, buffers=c.buffers)})
+            w={**weights, **{k: v for k,v in w.items() if k in state['server']['w']}}, buffers=c.buffers)})
     return found
 
 # %% ../nbs/01_foundations/50_experiments.ipynb #ce571ec0

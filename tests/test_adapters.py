@@ -8,6 +8,7 @@ import oracles_posthoc as P
 from fedbook.methods.adapters import peft
 from fedbook.engines import Processes, stacked, Traced
 from fedbook.errors import Refused
+from fedbook.evaluate import scored_view
 from fedbook.experiments import federation as federation_of, Setting, stage_after
 from fedbook.federation import begin, client_view, FederatedData, Federation, Protocol
 from fedbook.method import LocalTraining, method
@@ -96,6 +97,22 @@ def test_it_follows_federated_training(name):
     assert torch.equal(then.net.logits(then.net.weights(), {}, x), fed.net.logits(state['server']['w'], {}, x))
     after,rows = run(then)
     assert sum(k=='personal_accuracy' for *_,k,_ in rows)==4 and same(after['server'], begin(then)['server'])
+
+@pytest.mark.parametrize('then', ['ft','lpft','soupft'])
+@pytest.mark.parametrize('name', KINDS)
+def test_it_can_be_fine_tuned_further(name, then):
+    "The body that it left alone comes with each client's model"
+    stages = [dict(method=dict(name=n), protocol=dict(rounds=1, per_round=4)) for n in (name, then)]
+    s = Setting(**{**STAGED, 'model': dict(name='vit_tiny32', patch=14, dim=16, depth=1)}, protocol=dict(rounds=1, per_round=4), after=stages)
+    fed = federation_of(s.stage(0))
+    for i in (1, 2): before,state = fed,run(fed)[0]; fed = stage_after(fed, state, s.stage(i), i)
+    x = fed.data.prepare(fed.data.x[:5])
+    for i in range(4):
+        scored = before.method.personal(scored_view(before, state, i, 1))
+        w = fed.method.personal(client_view(fed, begin(fed), i, 0))
+        torch.testing.assert_close(fed.net.logits(w, {}, x), before.net.logits(scored, {}, x), rtol=0, atol=1e-5) # a soup is a mean of equals
+        assert w.keys() > state['server']['w'].keys()
+    assert sum(k=='personal_accuracy' for *_,k,_ in run(fed)[1])==4
 
 def test_own_models_before_it_are_refused():
     s = Setting(**{**STAGED, 'model': dict(name='vit_tiny32', patch=14, dim=16, depth=1)}, method=dict(name='ft'), protocol=dict(rounds=1, per_round=4), after=[dict(method=dict(name='lora'))])

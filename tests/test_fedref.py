@@ -82,8 +82,8 @@ def test_the_reference_is_no_longer_than_it_is_old():
 
 def test_a_bracket_that_is_no_number_is_none():
     "NaN counts as 0, and the tensor stays as it is"
-    still = dict(aggregate=dict(w=torch.full((2,), torch.inf)), reference=dict(w=torch.zeros(2)), loss=torch.tensor(0.))
-    assert released_bracket(still, still, 1., 1.)['w']==0
+    endless,zeros = (dict(w=torch.full((2,), x)) for x in (torch.inf, 0.))
+    assert released_bracket((endless, endless), (zeros, zeros), torch.zeros(2), 1., 1.)['w']==0
 
 @pytest.mark.parametrize('settings', [dict(lam=0.), dict(eta=0.), dict(lam=0., variant='printed'), dict(p=1), dict(variant='released', eta=0.)])
 def test_without_a_pull_it_is_fedavg_to_the_bit(settings):
@@ -118,8 +118,7 @@ def test_a_reference_to_nothing_is_refused(history, p, word):
 
 @pytest.mark.parametrize('settings,word', [(dict(variant='printd'), "did you mean 'printed'"), (dict(lam=-1.), 'λ = -1'), (dict(eta=-1.), 'η = -1'), (dict(lam2=-1.), 'λ₂ = -1'), (dict(lam=float('nan')), 'nan')])
 def test_a_step_of_no_variant_or_away_from_its_goal_is_refused(settings, word):
-    now = dict(aggregate=tensors(0), reference=tensors(1), loss=double(0.))
-    with pytest.raises(Refused, match=word): server_step(now, now, **{**dict(eta=1., lam=.1), **settings})
+    with pytest.raises(Refused, match=word): server_step(tensors(0), tensors(2), tensors(1), (0., 0.), **{**dict(eta=1., lam=.1), **settings})
 
 # ---- optimisers on the server beside Flower 1.41.0, two rounds of made-up replies
 # pip install flwr==1.41.0, then for t = 1, 2 and likewise for the others:

@@ -1,6 +1,7 @@
 "Strategies that follow federated training, and their scores, against oracles_posthoc.py epoch by epoch; what they are where their settings are nothing; stages on every engine."
 from collections import OrderedDict
 from dataclasses import dataclass, replace
+import copy
 import numpy as np, pytest, torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -10,7 +11,7 @@ from fedbook.engines import Processes, stacked, Traced
 from fedbook.errors import Refused
 from fedbook.evaluate import cross_client_metrics, cross_parts, distortions, feature_distortion
 from fedbook.experiments import Case, run_cases, Setting, stage_after, federation as federation_of
-from fedbook.federation import begin, client_view, Protocol
+from fedbook.federation import begin, client_view, FederatedData, Federation, Protocol
 from fedbook.method import batch_indices, FedAvg, LocalTraining, method, METHODS
 from fedbook.methods.posthoc import det, FT, LPFT, one_pass, renewed, simplex, snip_mask, volume
 from fedbook.models import Classifier, Net, part
@@ -119,6 +120,15 @@ def test_without_its_difference_it_is_ft_to_the_bit(name, settings, optimiser, c
     a,b = (list(epochs_of(stage_of(m, optimiser, normed()))) for m in (FT(carry=carry), method(name, carry=carry, **settings)))
     for x,y in zip(a, b):
         for i in x: assert all(torch.equal(x[i][k], y[i][k]) for k in x[i] if name!='soupft' or 'running' not in k)
+
+def test_no_flood_is_ft_where_a_loss_is_zero():
+    "The gradient of a probability that rounds to one is not zero, and Adam makes steps of it; that of |L| at 0 would be"
+    sure = nn.Sequential(OrderedDict(body=nn.Identity(), head=nn.Linear(1, 2, bias=False)))
+    sure.head.weight.data = torch.tensor([[20.], [0.]])
+    data = FederatedData(torch.ones(4, 1), torch.zeros(4, dtype=torch.long), [np.arange(4)], (torch.ones(1, 1), torch.zeros(1, dtype=torch.long)))
+    def tuned(m): return run(Federation(m, Net(copy.deepcopy(sure)), data, LocalTraining(1, 4, Adam(.01)), Protocol(3, 1)))[0]['memory']['0']['own']
+    moved = tuned(FT())
+    assert same(moved, tuned(FT(flood=0.))) and moved['head.weight'][1] < 0 and not same(moved, tuned(FT(flood=.5)))
 
 def test_a_soup_has_the_statistics_of_one_pass():
     fed = stage_of(method('soupft', members=2), module=normed())

@@ -52,6 +52,17 @@ def test_a_client_of_one_class(strategy):
     assert len(scored(rows))==4 and all(map(math.isfinite, scored(rows).values()))
     assert all(t.isfinite().all() for t in state['memory']['0']['own'].values())
 
+@pytest.mark.parametrize('without', [1, 2])
+def test_where_fewer_than_two_clients_have_a_score_there_is_none_across_clients(without):
+    "Two clients, of which one or none has positives: the run ends, and counts them"
+    fed = stage_of(method('ft'))
+    y,ty = nn.functional.one_hot(fed.data.y, 3)[:,:1].double(),torch.zeros(len(fed.data.test[1]), 1).double()
+    if without==1: ty[fed.data.test_clients[1][:1]] = 1
+    net = Net(Classifier(fed.net.module.body, nn.Linear(fed.net.module.head.in_features, 1).double()))
+    data = replace(fed.data, y=y, test=(fed.data.test[0], ty), clients=fed.data.clients[:2], test_clients=fed.data.test_clients[:2], validation=None, groups={})
+    rows = run(replace(fed, net=net, data=data, local=replace(fed.local, task=MultiLabel()), protocol=replace(fed.protocol, per_round=2, cross=9)))[1]
+    assert {m: v for r,i,m,v in rows if i is None and m.startswith('cross') and r==EPOCHS}=={'cross_unscored': without}
+
 def test_what_one_class_leaves_undefined_is_counted_and_not_in_the_mean():
     "The AUC of a client whose test samples have no positive"
     fed = stage_of(method('ft'))

@@ -81,7 +81,7 @@ BOTH = pytest.mark.parametrize('optimiser', ['plain','momentum and decay'])
 
 # ---- PFedEdit
 
-def candidates(fed): return list(candidate_layers(fed.net, fed.method.rule).values())
+def candidates(fed): return list(fed.method.candidates(fed.net).values())
 def probes(fed): return {i: representative(T.view(fed, i, 0), fed.method.p) for i in range(4)}
 def picks(fed): return {(r, i): drawn(T.view(fed, i, r+1), len(candidates(fed)))[:fed.method.k] for r in range(4) for i in range(4)}
 
@@ -102,7 +102,7 @@ def test_pfededit_with_fixed_layers(module):
 @BOTH
 @pytest.mark.parametrize('module', [plain, normed])
 def test_pfededit_as_released(module, optimiser):
-    fed = federation(PFedEdit(k=1, variant='released', rule='released'), module(), optimiser, all=True, uniform=True)
+    fed = federation(PFedEdit(k=1, variant='released'), module(), optimiser, all=True, uniform=True)
     compare(fed, O.oracle_pfededit, layers=candidates(fed), k=1, probe=None, variant='released', picks=picks(fed))
 
 @pytest.mark.parametrize('module', [plain, normed])

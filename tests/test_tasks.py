@@ -81,7 +81,9 @@ def test_what_is_undefined_is_not_reported():
     assert math.isnan(found['auc']) and m.reported(found).keys()=={'undefined','loss'} and found['undefined']==2
     s = Segmentation(hd95=True); z,y = torch.tensor([1.,0.]).view(1, 2, 1, 1).repeat(1, 1, 4, 4),torch.zeros(1, 4, 4).long()
     found = s.reported(s.metrics(s.values(z, y)))
-    assert found.keys()=={'accuracy','loss','one_empty','undefined'} and found['undefined']==1
+    assert found.keys()=={'dice','accuracy','loss','one_empty','undefined'} and found['undefined']==1 and found['dice']==100 # nothing is there, and nothing was found
+    wrong = s.metrics(s.values(z.flip(1), y))
+    assert wrong['dice']==0 and wrong['one_empty']==1
 
 def test_an_auc_that_is_undefined_stays_so_where_the_network_has_diverged():
     lost = torch.full((2,), inf)

@@ -72,10 +72,13 @@ RELEASED = dict(eta=1e-6, lam=1e-3, lam2=1e-6) # of FedRef
 def short_reference(
     p:int, # Aggregates that are wanted in the reference
     rounds:int, # Of the run
+    variant:str='intended', # Of FedRef
 ) -> str: # A sentence; empty where the reference gets all of them
     "What to say where there are fewer rounds than the reference wants aggregates"
+    if variant=='released': return (f'As released FedRef takes its first step in round p+2 = {p+2}; with '
+        f'{rounds} rounds it is FedAvg.'*(p+2 > rounds))
     return (f'With p = {p} and {rounds} rounds the reference never holds {p} aggregates; it is the mean of '
-        f'those there are.'*(p > rounds))
+        f'those there are.'*(p > rounds and variant=='intended'))
 
 # %% ../../nbs/02_methods/75_chapter_fedref.ipynb #a58cd95d
 def comparison_setting(
@@ -100,7 +103,7 @@ def comparison_setting(
     m = {**choose(algorithm, ALGORITHMS, 'algorithm')}
     if algorithm=='FedRef': m.update(variant=variant, **(RELEASED if variant=='released' else {}))
     m.update(method)
-    few = short_reference(m['p'], rounds) if m.get('variant') in ('intended','released') else ''
+    few = short_reference(m['p'], rounds, variant) if algorithm=='FedRef' else ''
     if few: warnings.warn(few, stacklevel=2)
     partition = dict(name='dirichlet', alpha=alpha) if alpha else dict(name='iid')
     how,scored = (dict(hd95=True), {}) if task=='segmentation' else ({}, dict(groups=['class']))
@@ -167,12 +170,13 @@ def thresholds(
     last:int=5, # Scored rounds that are the end
     metric:str='accuracy', # Or another that is better the higher it is
 ) -> dict: # Share to threshold
-    "Thresholds that FedAvg reaches"
+    "Thresholds that FedAvg reaches; raises `Refused` without runs, or where they do not have the metric"
     require(records,
         "Thresholds are shares of what FedAvg reaches, and there are no runs of it; give at least one.")
-    end = sum(sum(c[-last:])/len(c[-last:])
-        for c in (list(curve_of(r, metric).values()) for r in records))/len(records)
-    return {s: s*end for s in shares}
+    curves = [list(curve_of(r, metric).values()) for r in records]
+    require(all(curves), f"Thresholds are shares of FedAvg's {metric}, and a run of it has none; its rows "
+        f'have {", ".join(sorted({m for r in records for *_,m,_ in r["rows"]}))}.')
+    return {s: s*sum(sum(c[-last:])/len(c[-last:]) for c in curves)/len(curves) for s in shares}
 
 # %% ../../nbs/02_methods/75_chapter_fedref.ipynb #f23d48e8
 def rounds_until(

@@ -20,6 +20,7 @@ from ..experiments import Case, Setting
 from ..method import method as method_of
 from ..models import Classifier
 from ..papers import printed
+from ..published import from_digit5
 from ..results import append, read
 from ..shifts import CORRUPTIONS, FURTHER, with_spurious
 from ..streams import stream
@@ -138,9 +139,11 @@ def digit5(
     sources:list=('mnist','usps','mnist_m_regenerated'), # Data sets of digits
     n_train:int=6000, # Training images of each, at most
     n_test:int=1000, # Test images of each, at most
+    folder:str='', # Of the published Digit5, as for `fedbook.published.from_digit5`; empty: made here
 ) -> Dataset: # `load('digit5')` finds it in this process
     "Five styles of digits in one data set, with the style as the group `domain`"
     from fedbook.data import load
+    if folder: return keep(from_digit5(folder))
     styles = [part(load(s), n_train, n_test) for s in sources] + [drawn_digits(s, n_train, n_test)
         for s in ('drawn_printed','drawn_street')]
     return keep(join(styles, name='digit5'))
@@ -183,10 +186,12 @@ def personalised(
     w = {**choose(world, WORLDS, 'world'), **settings}
     partition = dict(w['partition'], **({'n_clients': clients} if clients else {}))
     n,named,own = (partition['n_clients'],choose(strategy, STRATEGIES, 'strategy'),
-        dict(probing=probing) if strategy=='LP-FT' else {})
+        dict(probing=probing) if strategy=='LP-FT' else
+        dict(first=max(1, epochs-2)) if strategy=='LSS FT' else {}) # its vertices begin in the last two epochs
     # a default is not named, so that it is the run of Table 2
-    more = {k: v for k,v in method.items() if getattr(method_of(**named), k, None)!=v}
-    stage = dict(method={**named, **own, **more}, local=dict(optimiser=dict(name='adam', lr=tune_lr or lr)),
+    usual = method_of(**named)
+    more = {k: v for k,v in {**own, **method}.items() if k=='probing' or getattr(usual, k, None)!=v}
+    stage = dict(method={**named, **more}, local=dict(optimiser=dict(name='adam', lr=tune_lr or lr)),
         protocol=dict(rounds=epochs, personal_every=1, evaluate_every=epochs, cross=cross))
     return Setting(**{'validation': 0., **w, 'partition': partition}, personal=test,
         local=dict(batch_size=batch_size, optimiser=dict(name='adam', lr=lr)),

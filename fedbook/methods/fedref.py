@@ -43,34 +43,39 @@ def towards(
 
 # %% ../../nbs/02_methods/70_fedref.ipynb #1386ede4
 def released_bracket(
-    now:dict, # `aggregate` A, `reference` R and `loss`, the mean cost, of this round
-    before:dict, # Those of the round before
+    aggregates:tuple, # A of this round, and of the round before
+    references:tuple, # R of this round, and of the round before
+    losses:tuple, # The mean cost of this round, and of the round before
     lam1:float, # λ₁
     lam2:float, # λ₂
 ) -> dict: # A number per tensor
     "What the released step takes, times η, from every weight of a tensor"
-    change = now['loss'] - before['loss']
+    change = losses[0] - losses[1]
     def bracket(A, a, R, r): return torch.nan_to_num(change + lam1*(A-a).norm() + lam2*(R-r.sum(0)).norm())
-    return tmap(bracket, *(o[k] for k in ('aggregate','reference') for o in (now, before)))
+    return tmap(bracket, *aggregates, *references)
 
 # %% ../../nbs/02_methods/70_fedref.ipynb #603be639
 VARIANTS = 'intended','released','printed'
 
 def server_step(
-    now:dict, # `aggregate` A, `reference` R and `loss`, the mean cost, of this round
-    before:dict, # Those of the round before; 'intended' needs none of them, 'printed' the aggregate
+    aggregate:dict, # A
+    previous:dict, # The aggregate of the round before; 'intended' needs none
+    reference:dict, # R; 'printed' needs none
+    losses:tuple, # The mean cost of this round, and of the round before; 'released' alone needs them
     eta:float, # Server rate η
     lam:float, # Strength λ; λ₁ of the released code
     variant:str='intended', # One of `VARIANTS`
     lam2:float=0., # λ₂ of the released code
+    former:dict=None, # The reference of the round before; 'released' alone needs it
 ) -> dict: # W, what the server sends next
     "From an aggregate to the next model (FedRef paper, Algorithm 5, line 23)"
     choose(variant, VARIANTS, 'variant')
     require(all(x >= 0 for x in (eta, lam, lam2)), f'A step with η = {eta}, λ = {lam} and λ₂ = {lam2} '
             f'leads away from its goal; give numbers of at least 0.')
-    A = now['aggregate']
-    if variant=='released': return tmap(lambda a,s: a - eta*s, A, released_bracket(now, before, lam, lam2))
-    return towards(A, now['reference'] if variant=='intended' else before['aggregate'], eta*lam)
+    if variant!='released':
+        return towards(aggregate, reference if variant=='intended' else previous, eta*lam)
+    bracket = released_bracket((aggregate, previous), (reference, former), losses, lam, lam2)
+    return tmap(lambda a,b: a - eta*b, aggregate, bracket)
 
 # %% ../../nbs/02_methods/70_fedref.ipynb #2c6a2b23
 def lambda2(
@@ -122,8 +127,7 @@ class FedRef(FedAvg):
     def stepped(self, A, loss, past, state): # the model that is sent after aggregate A
         t,p,released = int(state['round'])+1,self.p,self.variant=='released'
         if not past or released and t < p+2: return A
-        now = dict(aggregate=A, reference=reference([*past, A] if self.current else past, p,
-                                                    t if released else None), loss=loss)
-        before = dict(aggregate=past[-1], reference=reference(past, p, t-1 if released else None),
-                      loss=state['loss'])
-        return server_step(now, before, self.eta, self.lam, self.variant, lambda2(t, self.lam2, self.cap))
+        R = reference([*past, A] if self.current else past, p, t if released else None)
+        former = reference(past, p, t-1 if released else None)
+        return server_step(A, past[-1], R, (loss, state['loss']), self.eta, self.lam, self.variant,
+                           lambda2(t, self.lam2, self.cap), former)

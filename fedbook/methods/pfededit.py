@@ -247,7 +247,7 @@ class PFedEdit(FedAvg):
                        released='.1, held out', above=0, high=1)
     layers: str = 'flexible' # Or `fixed` after the first choice
     by: str = 'cases' # One of `KEYS`; or without a measure: `random`, `norms` (Figure 2)
-    rule: str = 'owning' # What counts as a layer: `owning` or `released`
+    rule: str = None # What counts as a layer: `owning` or `released`; none: as the variant
     variant: str = 'intended' # Or `released`
 
     buffers = 'average'
@@ -255,12 +255,16 @@ class PFedEdit(FedAvg):
 
     def __post_init__(self):
         super().__post_init__()
-        for k,known in dict(layers=('flexible','fixed'), by=(*KEYS,'random','norms'), rule=RULES,
+        for k,known in dict(layers=('flexible','fixed'), by=(*KEYS,'random','norms'),
                             variant=('intended','released')).items(): choose(getattr(self, k), known, k)
+        if self.rule: choose(self.rule, RULES, 'rule')
         require(isinstance(self.k, int), f'k counts layers, and is a whole number, not {self.k}.')
 
+    def candidates(self, net):
+        return candidate_layers(net, self.rule or ('released' if self.variant=='released' else 'owning'))
+
     def network(self, net):
-        layers = candidate_layers(net, self.rule)
+        layers = self.candidates(net)
         can = [m for m in layers if m in normalising(net.weights())] if self.by=='norms' else layers
         kind = ' that normalise'*(self.by=='norms')
         require(self.k <= len(can),
@@ -283,7 +287,7 @@ class PFedEdit(FedAvg):
         if 'own' not in c.memory:
             if self.by in KEYS: tell_missing(c, self.p)
             return received(c),{}
-        layers = candidate_layers(c.net, self.rule)
+        layers = self.candidates(c.net)
         names,at = list(layers.values()),self.chosen(c, layers, c.memory['own'])
         return (edited(received(c), c.memory['own'], [names[t] for t in at]),
                 dict(choice=torch.tensor(at)) if self.layers=='fixed' else {})
@@ -312,7 +316,7 @@ class PFedEdit(FedAvg):
     def haunted(self, c): # released: the escaped model, with a few layers more that will escape
         new,never = received(c),torch.tensor(False, device=c.own.device)
         if 'own' not in c.memory: return new,dict(shadow=new, kept=dict.fromkeys(new, never))
-        names = list(candidate_layers(c.net, self.rule).values())
+        names = list(self.candidates(c.net).values())
         picked = {n for t in drawn(c, len(names))[:self.k] for n in names[t]}
         return (self.escaped(c),
                 dict(shadow=edited(new, c.memory['own'], [picked]),

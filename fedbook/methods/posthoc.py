@@ -23,10 +23,10 @@ from ..tensors import clone, gradient, leaves, squared_distance, tmap, weighted_
 # %% ../../nbs/02_methods/50_posthoc.ipynb #1006badb
 def flooded(
     loss:Tensor, # Mean loss L of a batch, a scalar
-    b:float=None, # Level of the flood; `None`: there is none
+    b:float=None, # Level of the flood; `None` or 0: there is none
 ) -> Tensor: # |L−b|+b
     "The loss that does not go below `b` (Ishida et al. 2020, Eq. 2)"
-    return loss if b is None else (loss-b).abs() + b
+    return (loss-b).abs() + b if b else loss
 
 # %% ../../nbs/02_methods/50_posthoc.ipynb #47f742d3
 @dataclass(frozen=True)
