@@ -23,11 +23,13 @@ test: env
 
 BENCH = workloads: [softmax, mlp, cnn64, cnn512, resnet18, frozen], repeats: 5, seconds: .3, half: true, \
 	per_round: [5, 10, 20, 50, 100], clients: [100, 1000, 10000, 100000], folder: ../../figures/scale/speed, peers: $(PEERS)
+POSTHOC = clients: 50, epochs: 15, samples: 128, repeats: 3, folder: ../../figures/scale/speed
 
 bench: env
 	$(BIN)/fedbook queue pause
 	mkdir -p $(TMP) figures/scale/speed
-	trap '$(BIN)/fedbook queue continue' EXIT; PATH="$(abspath $(BIN)):$$PATH" papermill nbs/05_scale/speed.ipynb $(TMP)/speed.ipynb --cwd nbs/05_scale --no-progress-bar -y "{$(BENCH)}"
+	trap '$(BIN)/fedbook queue continue' EXIT; export PATH="$(abspath $(BIN)):$$PATH"; papermill nbs/05_scale/speed.ipynb $(TMP)/speed.ipynb --cwd nbs/05_scale --no-progress-bar -y "{$(BENCH)}" && \
+	papermill nbs/05_scale/posthoc.ipynb $(TMP)/posthoc.ipynb --cwd nbs/05_scale --no-progress-bar -y "{$(POSTHOC)}"
 
 # `make device` measures the accelerator, or the processor where there is none, and writes figures/scale/device/cpu or cuda.
 DEVICE = clients: [10, 100], networks: {resnet18: {image_size: 32, batch: 128, images: 1024, stem: cifar}, \

@@ -240,7 +240,8 @@ def page(
 # %% ../nbs/01_foundations/55_page.ipynb #957394aa
 CODE = ('.highlight,.output_area{overflow-x:auto}pre{margin:.3rem '
     '0;font-size:.8rem}.output_area{margin-left:1rem}.highlight{background:#fff;color:#222;padding:.1rem '
-    '.6rem;border-radius:.3rem}.anchor-link{display:none}')
+    '.6rem;border-radius:.3rem}.anchor-link{display:none}td,th{white-space:normal;min-width:4rem;'
+    'text-align:left;vertical-align:top}')
 
 # %% ../nbs/01_foundations/55_page.ipynb #6f8382e9
 def notebook_page(

@@ -220,7 +220,7 @@ def test_fedrep_and_the_tuning_of_heads(optimiser, uniform):
         return O.oracle_fedrep(w0, clients, [{i: bs[len(bs)//2:] for i,bs in drawn.items()} for drawn in rounds], lr, parts, uniform=uniform, **{'momentum': 0., **settings})
     compare(fed, split)
     state,_ = run(fed)
-    stage = Federation(TunedHead(), fed.net, fed.data, fed.local, Protocol(1, 4), 7, own_models(fed, state))
+    stage = Federation(TunedHead(), fed.net, fed.data, fed.local, Protocol(1, 4), 7, own_models(fed, state, fed.net.weights()))
     tuned,o = run(stage)[0],fed.local.optimiser
     for i in range(4):
         w = O.fit(stage.origins[str(i)]['w'], T.of_client(fed, i), T.positions(stage, i, 0), o.lr, ['head.weight','head.bias'], o.momentum, o.weight_decay)
@@ -231,6 +231,18 @@ def test_fedrep_and_the_tuning_of_heads(optimiser, uniform):
 def test_fedbn(optimiser, uniform):
     fed = federation(method('fedbn'), normed(), optimiser, uniform=uniform)
     compare(fed, O.oracle_fedbn, uniform=uniform)
+
+@pytest.mark.parametrize('name,module', [('fedper', plain), ('fedper', normed), ('fedbn', plain), ('fedbn', normed), ('pfededit', plain)])
+def test_a_client_that_is_alone_trains_as_with_fedavg(name, module):
+    "What it keeps is what it would have been sent; PFedEdit puts back layers that are its own anyway"
+    def alone(m):
+        fed = federation(m, module(), 'momentum and decay')
+        data = replace(fed.data, clients=fed.data.clients[:1], test_clients=None, groups={})
+        fed = Federation(m, Net(module()), data, fed.local, Protocol(4, 1), fed.seed)
+        c = scored_view(fed, run(fed)[0], 0, 4)
+        return {**fed.method.personal(c), **c.buffers}
+    ours,plainly = alone(method(name, **(dict(k=1) if name=='pfededit' else {}))),alone(FedAvg())
+    assert all(torch.equal(ours[k], plainly[k]) for k in plainly)
 
 # ---- DisTrans, APFL
 
