@@ -271,7 +271,7 @@ def profiles() -> int:
 
 # %% ../nbs/01_foundations/62_cli.ipynb #2911c836
 def queue(a) -> int:
-    "Make the tables of a profile one after the other beside all other work"
+    "Make the tables of a profile one after the other in the background"
     from fedbook import queue as q
     if a.action=='start': q.start(a.ids, a.profile)
     elif a.action!='status': print(getattr(q, {'continue': 'go_on'}.get(a.action, a.action))())
@@ -283,7 +283,8 @@ def unchanged(a) -> int:
     "Show by running both that an older checkout computes the same, so that its results need not be run again"
     from fedbook.unchanged import note
     added = note(a.checkout)
-    print(f'{len(added)} older codes are noted as good as the present one' if added else 'Nothing is noted.')
+    print(f'{len(added)} older codes are recorded as equivalent to the present one' if added
+        else 'Nothing is noted.')
     return 0
 
 # %% ../nbs/01_foundations/62_cli.ipynb #1dab7c3c
@@ -347,7 +348,7 @@ def add_queue(p):
     "The arguments of `queue`"
     p.add_argument(
         'action', nargs='?', choices=('status','start','pause','continue','stop','collect'),
-        default='status', help='how far it is; begin; rest, and go on; end; fetch the finished runs')
+        default='status', help='show progress; start; pause; continue; stop; fetch the finished runs')
     p.add_argument(
         'ids', nargs='*', metavar='ID', help='tables and figures; none for all that have the profile')
     p.add_argument('--profile', default='overnight', help='which runs (overnight)')

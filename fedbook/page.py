@@ -29,7 +29,7 @@ class Made:
 def label(
     id:str, # E.g. '000-table7'
 ) -> str: # Empty for what the paper does not number
-    "How a paper calls its table or figure"
+    "What a paper calls its table or figure"
     found = re.fullmatch(r'(table|figure)(\w+)', id.partition('-')[2])
     return f'{found[1].capitalize()} {found[2]}' if found else ''
 
@@ -105,9 +105,9 @@ def pictures(
         what = ' '.join(filter(None, [label(m.experiment.id), p.parent.name if p.parent!=m.folder else '']))
         at,words = (p.relative_to(base).as_posix(),
             escape(f'Picture of {what or "this result"}: {m.experiment.title}, profile {m.profile}'))
-        return (f'<a class="box" href="{at}"><img src="{at}" alt="{words}" width="{w*4//3}" '
-            f'height="{h*4//3}" '
-            f'loading="lazy"></a>')
+        w,h = w*4//3,h*4//3
+        return (f'<a class="box" href="{at}"><img {"class=small "*(w <= 608)}src="{at}" alt="{words}" '
+            f'width="{w}" height="{h}" loading="lazy"></a>')
     return ''.join(map(shown, found))
 
 # %% ../nbs/01_foundations/55_page.ipynb #1bef478c
@@ -163,10 +163,11 @@ def chapter(
     cards:list[str], # Its cards
 ) -> str: # HTML, empty without a card
     "The cards of one paper, below links to each"
-    by = ', '.join(p.authors) or 'anonymous authors'
+    by = escape(f'{", ".join(p.authors)}, {p.year}')
     found = re.findall(r'<article id="([^"]+)"><h3>(.*?)(?:[.,:] |</h3>)', ''.join(cards))
     to = ''.join(f'<a href="#{i}">{name}</a>' for i,name in found)
-    head = (f'<h2>{escape(p.short)}</h2><p class="about">{escape(p.title)} ({escape(by)})</p>'
+    paper = f'<a href="{escape(p.link)}">{escape(p.title)}</a>'
+    head = (f'<h2>{escape(p.short)}</h2><p class="about">{paper} ({by})</p>'
         f'<nav aria-label="{escape(p.short)}">{to}</nav>')
     return f'<section id="{p.short}">{head}{"".join(cards)}</section>\n' if cards else ''
 
@@ -191,6 +192,7 @@ nav a{display:inline-block;margin:.2rem .8rem .2rem 0}input{font:inherit;width:1
 border:1px solid var(--line);border-radius:.5rem;background:var(--card);color:inherit}
 article{background:var(--card);border:1px solid var(--line);border-radius:.6rem;padding:1rem;margin:1rem 0}
 img{display:block;max-width:max(100%,38rem);height:auto;margin:.8rem auto;background:#fff;border-radius:.3rem}
+img.small{max-width:100%}
 .claims{padding:0;margin:0;list-style:none}.claims li{margin:.6rem 0}.claims p{margin:.1rem 0 .1rem 1rem}
 .claims span{color:var(--soft)}
 .badge{font-size:.8rem;color:#fff;border-radius:.3rem;padding:.1rem .4rem}.yes{background:var(--yes)}

@@ -26,7 +26,9 @@ class Paper:
     id:str # '000' to '004'
     short:str # The name of its method
     title:str # As printed
-    authors:list[str] # As printed; empty where the text is anonymous
+    authors:list[str] # As published
+    year:str # When it appeared
+    link:str # Where it can be read; its code where it has not appeared
     tables:list[str] # Labels of its tables, appendix included
     figures:list[str] # Labels of its figures, appendix included
 

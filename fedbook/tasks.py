@@ -354,8 +354,8 @@ class Segmentation(Task):
 
     def metrics(self, values:dict) -> dict:
         """Means over the classes that a sample has, and then over samples; where nothing is and nothing was
-        found Dice is 1; counted are masks of which just one is empty (`one_empty`), and distances that neither
-        mask defines (`undefined`)"""
+        found Dice is 1; counted are masks of which just one is empty (`one_empty`), and distances that
+        neither mask defines (`undefined`)"""
         per_sample = {k: v.reshape(len(v), -1).nanmean(1) for k,v in values.items() if k!='one_empty'}
         nothing = per_sample['dice'].isnan()
         per_sample['dice'] = per_sample['dice'].masked_fill(nothing, 1.)

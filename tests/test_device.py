@@ -82,5 +82,5 @@ def test_traced_steps_stay_on_their_device(monkeypatch, name):
     monkeypatch.setattr(trace, 'finished', twice)
     with warnings.catch_warnings():
         warnings.simplefilter('error', engines.FellBack)
-        run(federation(fitting(name), rounds=2, module=mlp(bn=True, dropout=.5, blocks=True)), engine=engines.stacked())
+        run(federation(fitting(name), sizes=(8,8), per_round=2, rounds=2, module=mlp(bn=True, dropout=.5, blocks=True)), engine=engines.stacked())
     assert codes and not any("device(type='cpu')" in c for c in codes)

@@ -187,7 +187,7 @@ def personalised(
     partition = dict(w['partition'], **({'n_clients': clients} if clients else {}))
     n,named,own = (partition['n_clients'],choose(strategy, STRATEGIES, 'strategy'),
         dict(probing=probing) if strategy=='LP-FT' else
-        dict(first=max(1, epochs-2)) if strategy=='LSS FT' else {}) # its vertices begin in the last two epochs
+        dict(first=max(1, epochs-2)) if strategy=='LSS FT' else {}) # vertices begin two epochs before the end
     # a default is not named, so that it is the run of Table 2
     usual = method_of(**named)
     more = {k: v for k,v in {**own, **method}.items() if k=='probing' or getattr(usual, k, None)!=v}

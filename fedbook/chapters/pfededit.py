@@ -39,8 +39,8 @@ DIFFERENCES = [ # what, the paper says, the released code does, fedbook does
     'three counts, then the mean TE score, then the shallower layer'),
     ('DH-level', 'classes per client; a share of 0.4 to 0.6 of each class before it is normalised',
     'shares from 0.4 to 0.6 or, in its latest version, all 0.5; the test set likewise; what does not divide '
-    'is dropped', 'the same for training; each client as many test images in its class shares, drawn for each '
-    'client by itself, so that two clients may have some in common'),
+    'is dropped', 'the same for training; each client as many test images in its class shares, drawn by '
+    'itself, so that two clients may have some in common'),
     ('what is reported', 'best accuracy', 'the best over all rounds on the test images, all clients pooled',
     'the last round, and the round that is best on images held out from training; the best on the test '
     'images only beside them'),
