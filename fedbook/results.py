@@ -419,7 +419,7 @@ def notes_of(
     def words(k): return ', '.join(map(str, p[k]))
     return [f'Profile {words("profile")}; {len(p["runs"])} runs, seeds {words("seeds")}; '
             + ('last round' if p.get('at', 'last')=='last' else f'round with the best validation {p["by"]}')
-            + '; 95 % intervals by Student\'s t over seeds.',
+            + ('; 95 % intervals by Student\'s t over seeds.' if len(p['seeds']) > 1 else '; no intervals.'),
             f'Data: {words("data")}. Model: {words("model")}. Method: {words("method")} '
             f'({words("variant")}).',
             *([f'Scores across clients: each model on at most {words("across")} test images of each client.']
