@@ -178,13 +178,13 @@ def numbers(
     "A table of Markdown in columns"
     lines = text.splitlines()
     rows = [
-        [c.strip().replace('\\|', '|').replace('<br>', '\n').replace('**', '')
+        [c.strip().replace('\\|', '|').replace('<br>', '\n').replace('**', '*').replace('$', '')
             for c in re.split(r'(?<!\\)\|', l)[1:-1]]
         for l in lines if l.startswith('|')]
     rows = rows[:1]+rows[2:] # without the rule below the header
     first = next((i for i,l in enumerate(lines) if l.startswith('|')), len(lines))
-    above = [wrapped(l.strip('*')) for l in lines[:first] if l]
-    below = [wrapped(l, 2) for l in lines[first:] if l and l[0]!='|']
+    above = [wrapped(l.strip('*').replace('$', '')) for l in lines[:first] if l]
+    below = [wrapped(l.replace('is bold', 'has a *'), 2) for l in lines[first:] if l and l[0]!='|']
     shown = [aligned(p, columns()) for p in panels(rows[:most+1], columns())] if rows else []
     return '\n\n'.join([*above, *shown, '\n'.join(below)]),max(len(rows)-1, 0)
 
