@@ -78,6 +78,15 @@ def test_a_reference_longer_than_the_run_is_what_there_is_and_says_so():
     assert reference([dict(w=torch.tensor(1.)), dict(w=torch.tensor(3.))], 50)['w']==2
     assert '50' in short_reference(50, 3) and short_reference(3, 3)=='' and short_reference(3, 50)==''
 
+def test_as_released_it_waits_until_round_p_plus_2_and_a_shorter_run_is_told():
+    assert short_reference(3, 5, 'released')=='' and 'round p+2 = 5; with 4 rounds it is FedAvg' in short_reference(3, 4, 'released')
+    with pytest.warns(UserWarning, match='it is FedAvg'): short = ablation(.4, 2, 'released', **MINI)
+    lost = [[v for *_,m,v in run(federation(s))[1] if m=='loss'] for s in (short, comparison_setting('FedAvg', **MINI))]
+    assert MINI['rounds']==3 and lost[0]==lost[1]
+
+def test_thresholds_of_a_metric_that_no_run_has_are_refused_with_those_it_has():
+    with pytest.raises(Refused, match="FedAvg's dice, and a run of it has none; its rows have accuracy"): thresholds([record([.2, .4], 'accuracy')], metric='dice')
+
 def test_whoever_asks_for_a_reference_longer_than_the_run_is_told_once():
     with pytest.warns(UserWarning) as told: ablation(.4, 50, **MINI)
     assert [str(w.message) for w in told]==[short_reference(50, MINI['rounds'])]

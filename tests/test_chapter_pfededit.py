@@ -188,6 +188,8 @@ def test_rounds_become_rows():
     r = curves((40., 70., 60., 80.), (1., 3., 3., 2.))
     assert converged(r)['rows'][-1]==[4, None, 'rounds', 2.] # the first of equal ones
     assert {e['cell']['target']: e['rows'][0][3] for e in exceeded(r, [40., 70., 80.])}=={40.: 2., 70.: 4.} # exceeded, not reached
+    late = {e['cell']['target']: e['rows'][0][3] for e in exceeded(r, [40., 80.], bound=True)}
+    assert late=={40.: 2., 80.: max(k for k,*_ in r['rows'])+1}
 
 # ---- layers that normalise, engines, Lyme
 

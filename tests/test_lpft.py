@@ -4,7 +4,7 @@ import re
 import numpy as np, pytest
 from torch import nn
 from hypothesis import given, strategies as st
-from fedbook.chapters.lpft import before_and_after, borrow, learnt, one_start, personalised, radiographs, with_distortion
+from fedbook.chapters.lpft import before_and_after, borrow, digit5, learnt, one_start, personalised, radiographs, with_distortion
 from fedbook.shifts import spurious, with_spurious
 from fedbook.data import Dataset
 from fedbook.errors import Refused
@@ -109,3 +109,11 @@ def test_radiographs_of_a_patient_are_on_one_side(tmp_path, monkeypatch):
     assert not set(train) & set(test) and d.classes==['No Finding','Edema'] and d.stand_in_for=='CheXpert'
     assert set(np.concatenate([train, test])) <= set(range(55)), 'a mass is a finding, and no oedema'
     assert np.bincount(d.train_y)[0]==np.bincount(d.train_y)[1] > 0
+
+def test_a_soup_in_the_loss_has_its_vertices_in_short_runs_too():
+    "Its vertices begin two epochs before the end, which with fifteen epochs is the default and is not named"
+    def first(epochs): return personalised('LSS FT', 'corrupted clothes', epochs=epochs).after[0]['method'].get('first')
+    assert [first(n) for n in (15, 4, 2)]==[None, 2, 1]
+
+def test_whoever_has_the_published_digits_names_their_folder(tmp_path):
+    with pytest.raises(Refused, match='mnist'): digit5(folder=tmp_path)
