@@ -176,6 +176,13 @@ def test_edits_that_a_network_has_no_layers_for_are_refused(given, why):
 def test_an_edit_by_norms_of_a_network_without_any_is_refused():
     with pytest.raises(Refused, match='normalise: the network has 0'): federation(PFedEdit(k=1, by='norms'), plain(), 'plain')
 
+def test_the_released_variant_has_the_released_layers_by_itself_and_never_the_head():
+    net = Net(build('resnet18', 10, 3, 32))
+    layers = {v: [*PFedEdit(variant=v).candidates(net)] for v in ('intended','released')}
+    assert (len(layers['intended']), len(layers['released']))==(41, 54) and 'head' in layers['intended'] and 'head' not in layers['released']
+    assert [*PFedEdit(variant='released', rule='owning').candidates(net)]==layers['intended']
+    with pytest.raises(Refused, match="did you mean 'released'"): PFedEdit(rule='relaesed')
+
 def test_layers_that_share_parameters_are_refused():
     net = nn.Sequential(nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 6), nn.Linear(6, 3)).double(); net[2].bias = net[0].bias
     with pytest.raises(Refused, match='2.bias is 0.bias'): federation(PFedEdit(k=1), net, 'plain')
