@@ -296,7 +296,7 @@ def own_models(fed, state, weights) -> Memory: # `None` where all have the globa
         c = scored_view(fed, state, i, r)
         with seeded(fed.seed, 'personal', i, device=str(c.own.device)): w = fed.method.personal(c)
         found = found.after({str(i): dict(
-            w={**weights, **{k: v for k,v in w.items() if k in state['server']['w']}}, buffers=c.buffers)})
+            w={**weights, **{k: v for k,v in w.items() if k in weights}}, buffers=c.buffers)})
     return found
 
 # %% ../nbs/01_foundations/50_experiments.ipynb #ce571ec0

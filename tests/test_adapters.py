@@ -11,7 +11,7 @@ from fedbook.errors import Refused
 from fedbook.evaluate import scored_view
 from fedbook.experiments import federation as federation_of, Setting, stage_after
 from fedbook.federation import begin, client_view, FederatedData, Federation, Protocol
-from fedbook.method import LocalTraining, method
+from fedbook.method import LocalTraining, method, methods
 from fedbook.methods.adapters import Adapter, LoRA
 from fedbook.models import build, Net, part
 from fedbook.optim import AdamW, SGD
@@ -114,10 +114,70 @@ def test_it_can_be_fine_tuned_further(name, then):
         assert w.keys() > state['server']['w'].keys()
     assert sum(k=='personal_accuracy' for *_,k,_ in run(fed)[1])==4
 
-def test_own_models_before_it_are_refused():
-    s = Setting(**{**STAGED, 'model': dict(name='vit_tiny32', patch=14, dim=16, depth=1)}, method=dict(name='ft'), protocol=dict(rounds=1, per_round=4), after=[dict(method=dict(name='lora'))])
-    fed = federation_of(s.stage(0)); state,_ = run(fed)
-    with pytest.raises(Refused, match='ends with a global model'): run(stage_after(fed, state, s.stage(1), 1))
+OWN = {**STAGED, 'model': dict(name='mlp', hidden=[8, 8]), 'held': .2}
+
+def in_stages(*names, targets=('fc2','fc2')):
+    "The federation of each stage, and the state after all but the last"
+    stages = [dict(method=dict(name=n, **(dict(targets=t) if n in KINDS else {})), protocol=dict(rounds=1, per_round=4)) for n,t in zip(names[1:], targets)]
+    s = Setting(**OWN, method=dict(name=names[0], **SETTINGS.get(names[0], {})), protocol=dict(rounds=2, per_round=4), after=stages)
+    feds,states = [federation_of(s.stage(0))],[]
+    for i in range(1, len(names)):
+        states.append(run(feds[-1])[0])
+        feds.append(stage_after(feds[-1], states[-1], s.stage(i), i))
+    return feds, states
+
+def answers(fed, w, c): return fed.net.logits(w, c.buffers, fed.data.prepare(fed.data.x[:5]))
+
+def own(fed, state, i):
+    "What a client's own model answers when it is scored"
+    c = scored_view(fed, state, i, fed.protocol.rounds)
+    with seeded(fed.seed, 'personal', i): return answers(fed, fed.method.personal(c), c)
+
+# FedFA needs feature maps, and pTaLoS the blocks of a transformer
+FIRST = sorted(methods().keys() - {*KINDS, 'fedfa', 'ptalos'})
+SETTINGS = dict(pfededit=dict(k=1))
+
+@pytest.mark.parametrize('first,name', [*((m, 'lora') for m in FIRST), *((m, 'adapter') for m in ('fedper','ft','fedbn'))])
+def test_it_begins_with_the_model_that_was_scored_last(first, name):
+    "After every method: clients keep what it gave them, whatever of it is frozen now"
+    (before,then),(state,) = in_stages(first, name)
+    for i in range(4): torch.testing.assert_close(own(then, begin(then), i), own(before, state, i), rtol=0, atol=1e-6)
+    after,rows = run(then)
+    assert sum(k=='personal_accuracy' for *_,k,_ in rows)==4
+    for i in range(4):
+        w,was = (then.method.personal(scored_view(then, s, i, 1)) for s in (after, begin(then)))
+        still = w.keys()-then.net.weights().keys()
+        assert w.keys()==was.keys() and all(torch.equal(w[k], was[k]) for k in still) and not torch.equal(w['head.bias'], was['head.bias'])
+
+@pytest.mark.parametrize('name', KINDS)
+def test_own_bodies_train_as_a_network_that_has_them(name):
+    "A client's stage is that of a federation whose global model is its own"
+    def model(fed, state, i): return fed.method.personal(scored_view(fed, state, i, 1))
+    then = in_stages('ft', name)[0][1]
+    after,_ = run(then)
+    for i in range(4):
+        alone = replace(then, net=then.net.at(model(then, begin(then), i)), origins=None)
+        agree(part(model(then, after, i), *then.net.weights()), model(alone, run(alone)[0], i), i)
+
+@pytest.mark.parametrize('name', KINDS)
+@pytest.mark.parametrize('last', ['ft','lora','adapter'])
+def test_own_bodies_are_kept_by_the_stage_behind(name, last):
+    feds,states = in_stages('fedper', name, last, targets=('fc2','fc1'))
+    for i in range(4): torch.testing.assert_close(own(feds[2], begin(feds[2]), i), own(feds[1], states[1], i), rtol=0, atol=1e-6)
+    run(feds[2])
+
+@pytest.mark.parametrize('name', KINDS)
+def test_twice_in_turn_it_still_trains_few(name):
+    feds,_ = in_stages('fedavg', name, name)
+    assert list(feds[1].net.weights())==list(feds[2].net.weights())
+
+@pytest.mark.parametrize('engine', [Traced, stacked, lambda: Processes(2)])
+@pytest.mark.parametrize('name', KINDS)
+def test_own_bodies_on_every_engine(name, engine, monkeypatch, recwarn):
+    monkeypatch.setattr('fedbook.engines.OFTEN', 0)
+    fed = in_stages('fedper', name)[0][1]
+    (a,rows),(b,more) = run(fed),run(fed, engine=engine())
+    assert distance(a, b) < 1e-4 and [r[:3] for r in rows]==[r[:3] for r in more] and not [w for w in recwarn if 'one by one' in str(w.message)]
 
 @pytest.mark.parametrize('cls', [LoRA, Adapter])
 def test_layers_that_are_not_there_are_refused(cls):
