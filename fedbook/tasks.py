@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['COST', 'ACROSS', 'METRICS', 'TASKS', 'Metric', 'right_guesses', 'coin', 'metric_of', 'Task', 'check_classes',
-           'of_parts', 'auc', 'marked', 'MultiLabel', 'log_other', 'Asymmetric', 'ASLSingleLabel', 'dice', 'outline',
-           'hausdorff', 'distances', 'overlap_lost', 'focal', 'Segmentation', 'main_of']
+           'of_parts', 'auc', 'marked', 'MultiLabel', 'log_other', 'macro_f1', 'Asymmetric', 'ASLSingleLabel', 'dice',
+           'outline', 'hausdorff', 'distances', 'overlap_lost', 'focal', 'Segmentation', 'main_of']
 
 # %% ../nbs/01_foundations/15_tasks.ipynb #65a4db94
 from dataclasses import dataclass
@@ -48,7 +48,8 @@ COST = Metric('lower', relative=.05)
 # of `fedbook.evaluate.cross_client_metrics`
 ACROSS = {f'cross_{k}': Metric(tolerance=1.) for k in ('local','global','worst','average')}
 METRICS = dict(accuracy=Metric(tolerance=1., chance=right_guesses), auc=Metric(tolerance=1., chance=coin),
-               dice=Metric(tolerance=1.), **ACROSS, cross_c_std=Metric('lower', tolerance=1.),
+               dice=Metric(tolerance=1.), f1=Metric(tolerance=1.), **ACROSS,
+               cross_c_std=Metric('lower', tolerance=1.),
                loss=COST, hd95=COST, undefined=COST, one_empty=COST)
 
 # %% ../nbs/01_foundations/15_tasks.ipynb #5d6e5fbe
@@ -204,6 +205,17 @@ def log_other(
     return torch.where(top, logp.masked_fill(top, -torch.inf).logsumexp(1, keepdim=True),
                        torch.log1p(-logp.masked_fill(top, -torch.inf).exp()))
 
+# %% ../nbs/01_foundations/15_tasks.ipynb #n59x99582845
+def macro_f1(
+    answer:Tensor, # Classes, int64 [n]; negative where the network's answer was not finite
+    true:Tensor, # Classes, int64 [n]
+) -> float: # In percent, NaN where an answer was not finite
+    "The mean of F1 over the classes that are answered or true"
+    if (answer < 0).any(): return math.nan
+    n = int(max(answer.max(), true.max()))+1
+    hits,both = (torch.bincount(t, minlength=n) for t in (true[answer==true], torch.cat([answer, true])))
+    return (200*hits[both > 0].double()/both[both > 0]).mean().item()
+
 # %% ../nbs/01_foundations/15_tasks.ipynb #6fa876b2
 @dataclass(frozen=True)
 class Asymmetric(Task):
@@ -214,6 +226,7 @@ class Asymmetric(Task):
                                released=4., low=0)
     eps: float = setting(0., 'distance from 0 and 1 at which probabilities are clamped; 0: they are not',
                          released=1e-6, low=0, below=.5)
+    scores = 'accuracy','loss','f1' # F1 only where samples are of several classes
 
     def loss(self, z:Tensor, y:Tensor) -> Tensor:
         "The mean over the samples of a batch, which trains"
@@ -234,6 +247,16 @@ class Asymmetric(Task):
         "The loss of every sample"
         (logp,other),(_,t) = self.logs(z),self.targets(z, y)
         return -(t*(self.gamma_pos*other).exp()*logp + (1-t)*(self.gamma_neg*logp).exp()*other).sum(1)
+
+    def values(self, z:Tensor, y:Tensor) -> dict:
+        "Accuracy and loss of every sample, its class and the answer"
+        return dict(super().values(z, y), answer=torch.where(z.isfinite().all(1), z.argmax(1), -1), true=y)
+
+    def metrics(self, values:dict) -> dict:
+        "Accuracy and mean loss, and F1 where the samples are of several classes"
+        several = (values['true']!=values['true'][0]).any()
+        return dict(super().metrics(values),
+            **(dict(f1=macro_f1(values['answer'], values['true'])) if several else {}))
 
 # %% ../nbs/01_foundations/15_tasks.ipynb #1e08745f
 @dataclass(frozen=True)

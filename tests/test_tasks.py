@@ -7,7 +7,7 @@ from fedbook.errors import Refused
 from fedbook.evaluate import score
 from fedbook.models import Net
 from fedbook.settings import make
-from fedbook.tasks import (ASLSingleLabel, Asymmetric, auc, dice, distances, focal, hausdorff, log_other, main_of, Metric, METRICS, metric_of, MultiLabel, of_parts, outline,
+from fedbook.tasks import (ASLSingleLabel, Asymmetric, auc, dice, distances, focal, hausdorff, log_other, macro_f1, main_of, Metric, METRICS, metric_of, MultiLabel, of_parts, outline,
     overlap_lost, Segmentation, Task, TASKS)
 from fedbook.trace import trace
 
@@ -127,6 +127,25 @@ def test_asymmetric_losses_by_hand():
 def test_log_space_is_the_released_formula_in_value_and_gradient(scale):
     z,y = scale*torch.randn(40, 6, generator=gen(), dtype=torch.float64),torch.randint(6, (40,), generator=gen())
     for ours,theirs in zip(*(torch.func.grad_and_value(f)(z, y) for f in (Asymmetric(eps=1e-6).loss, released))): assert torch.allclose(ours, theirs, rtol=1e-9, atol=1e-12)
+
+@pytest.mark.parametrize('n,classes', [(1, 2), (40, 3), (200, 62)])
+def test_macro_f1_is_the_mean_over_classes_of_the_harmonic_mean_of_precision_and_recall(n, classes):
+    answer,true = (torch.randint(classes, (n,), generator=gen(s)) for s in (1, 2))
+    each = []
+    for c in sorted({*answer.tolist(), *true.tolist()}):
+        right = sum(a==t==c for a,t in zip(answer.tolist(), true.tolist()))
+        precision,recall = (right/k if k else 0. for k in (answer.tolist().count(c), true.tolist().count(c)))
+        each.append(2*precision*recall/(precision+recall) if right else 0.)
+    assert macro_f1(answer, true)==pytest.approx(100*sum(each)/len(each), abs=1e-9)
+
+def test_f1_is_reported_of_samples_of_several_classes_and_not_of_those_of_one():
+    z,y = torch.eye(3).double(),torch.tensor([0, 1, 0])
+    for task in (Asymmetric(), ASLSingleLabel()):
+        whole,one,single = of_parts(task, task.values(z, y), [range(3), [0, 2], [1]])
+        assert whole['f1']==pytest.approx(100*(2/3+1+0)/3) and 'f1' not in one and 'f1' not in single and 'f1' not in Task().metrics(Task().values(z, y))
+        assert math.isnan(task.metrics(task.values(torch.where(z > 0, nan, z), y))['f1'])
+        plain = of_parts(Task(), Task().values(z, y), [range(3), [0, 2], [1]])
+        assert [m['accuracy'] for m in plain]==[m['accuracy'] for m in (whole, one, single)]
 
 def test_asymmetric_loss_without_its_negatives_is_cross_entropy():
     z,y = torch.randn(9, 4, generator=gen(), dtype=torch.float64),torch.arange(9)%4
