@@ -102,6 +102,16 @@ def test_what_cannot_be_run_here_is_left_aside_and_said(tmp_path, monkeypatch):
     assert said[0].startswith("fedavg           1 of 1 settings equal; not run: There is no data set 'a set that nobody has'")
     assert compare(old, records[1:], said.append)=={} and 'no rows of that code; not run' in said[1]
 
+def test_a_process_that_dies_takes_one_setting_with_it(tmp_path, monkeypatch):
+    "The older code ends in a crash where μ is .7; the other two settings are compared"
+    monkeypatch.setattr(E, 'UNCHANGED', tmp_path/'unchanged.json'); E.UNCHANGED.write_text('{}')
+    old = rewritten(older(tmp_path/'a'), 'methods/fedprox.py', 'self.mu/2', '(self.mu/2 if self.mu!=.7 else __import__("os").abort())')
+    [code] = map(json.loads, answers(old, ['fedprox']))
+    def row(mu): return dict(method='fedprox', code=code, setting=Setting('fashion_mnist_mini', method=dict(name='fedprox', mu=mu), protocol=dict(rounds=1, per_round=3)).settings())
+    said = []
+    assert compare(old, [row(mu) for mu in (.5, .7, .9)], said.append)=={code: code_fingerprint('fedprox')}
+    assert said==['fedprox          2 of 2 settings equal; not run: its process died of SIGABRT']
+
 def test_slices_that_were_made_smaller_are_made_again(monkeypatch):
     whole = drawn_tumours(6, 6, 16)
     monkeypatch.setitem(OWN, 'heads', whole), monkeypatch.setitem(CATALOGUE, 'heads', None)
