@@ -1,5 +1,5 @@
 "The notebooks are the source: clean, in step with the package, and ready for papermill. (nbdev_test executes them.)"
-import filecmp, json, os, re, shutil, subprocess, sys
+import ast, filecmp, json, os, re, shutil, subprocess, sys
 from pathlib import Path
 import pytest
 from fedbook.manifest import experiments
@@ -57,6 +57,17 @@ def test_a_method_ends_with_a_picture_beside_fedavg(nb):
     last = [c for c in cells(nb) if c['cell_type']=='code'][-1]
     assert re.search(r'^beside_fedavg\(', ''.join(last['source']), re.M), 'its last code cell calls beside_fedavg'
     assert any('image/png' in o.get('data', {}) for o in last['outputs']), 'the picture is not stored: execute the notebook'
+
+@pytest.mark.parametrize('nb', [p for p in NBS if p.parent.name=='02_methods'], ids=lambda p: p.stem)
+def test_a_long_class_grows_in_view(nb):
+    "Right above an exported class of more than twenty lines, prose says 'All of it together', for its parts were shown before"
+    above = ''
+    for c in cells(nb):
+        s = ''.join(c['source'])
+        exported = ast.parse(s).body if c['cell_type']=='code' and re.search(r'^#\| *export$', s, re.M) else []
+        long = [n.name for n in exported if isinstance(n, ast.ClassDef) and n.end_lineno-n.lineno+1 > 20]
+        assert not long or 'All of it together' in above, f'{long} appears finished: show how it grows'
+        above = s if c['cell_type']=='markdown' else ''
 
 @pytest.mark.parametrize('nb', NBS, ids=lambda p: p.stem)
 def test_links_to_notebooks_lead_to_one(nb):
