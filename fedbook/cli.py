@@ -115,9 +115,10 @@ def list_(a) -> int:
 # %% ../nbs/01_foundations/62_cli.ipynb #0e992e66
 def reproduce(a) -> int:
     "Make tables and figures"
-    from fedbook.runner import index, reproduce as work
-    results = work(a.ids, a.profile, a.j, a.resume, dict(map(assignment, a.p)), a.rerun)
-    print(f'Open {index()}')
+    from fedbook.manifest import figures
+    from fedbook.runner import reproduce as work
+    results = work(a.ids, a.profile, a.j, a.resume, dict(map(assignment, a.p)), a.rerun, pages=True)
+    print(f'Open {figures()/"index.html"}')
     return int(any(r['status']!='ok' for r in results))
 
 # %% ../nbs/01_foundations/62_cli.ipynb #8d65a9fe

@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['TAGS', 'COLOURS', 'PRINT', 'STYLE', 'SEARCH', 'HEAD', 'INTRO', 'CODE', 'Made', 'label', 'inline', 'badge', 'ruling',
-           'claims', 'size', 'pictures', 'table', 'links', 'body', 'card', 'chapter', 'ranked', 'page', 'notebook_page']
+           'claims', 'size', 'pictures', 'table', 'links', 'body', 'card', 'chapter', 'ranked', 'page', 'is_old',
+           'notebook_page']
 
 # %% ../nbs/01_foundations/55_page.ipynb #3d25a675
 from dataclasses import dataclass
@@ -245,13 +246,20 @@ CODE = ('.highlight,.output_area{overflow-x:auto}pre{margin:.3rem '
     '.6rem;border-radius:.3rem}.anchor-link{display:none}td,th{white-space:normal;min-width:4rem;'
     'text-align:left;vertical-align:top}')
 
+# %% ../nbs/01_foundations/55_page.ipynb #n72x11267338
+def is_old(
+    nb:Path, # An executed notebook
+) -> bool:
+    "Is its page missing, or older than the notebook?"
+    to = nb.with_suffix('.html')
+    return not to.exists() or to.stat().st_mtime < nb.stat().st_mtime
+
 # %% ../nbs/01_foundations/55_page.ipynb #6f8382e9
 def notebook_page(
     nb:Path, # An executed notebook; the page lies beside it
 ):
     "Write a notebook as a page, unless that is newer than the notebook"
-    to = nb.with_suffix('.html')
-    if to.exists() and to.stat().st_mtime >= nb.stat().st_mtime: return
+    if not is_old(nb): return
     from nbconvert import HTMLExporter
     from pygments.formatters import HtmlFormatter
     html,_ = HTMLExporter(template_name='basic', exclude_input_prompt=True,
@@ -259,4 +267,5 @@ def notebook_page(
     colours = HtmlFormatter().get_style_defs('.highlight')
     title = escape(' '.join(nb.parts[-4:-1]))
     head = f'{HEAD}<title>{title}</title><style>{STYLE}{CODE}{colours}</style></head>'
-    with writing(to) as part: part.write_text(f'{head}<body>{inline(html)}</body></html>\n', encoding='utf-8')
+    with writing(nb.with_suffix('.html')) as part:
+        part.write_text(f'{head}<body>{inline(html)}</body></html>\n', encoding='utf-8')

@@ -1,5 +1,5 @@
 "The command line in a subprocess, as it is used."
-import re, json, os, shutil, signal, subprocess, sys, time, zipfile
+import re, fcntl, json, os, pty, shutil, signal, statistics, struct, subprocess, sys, termios, threading, time, zipfile
 from pathlib import Path
 import nbformat, pytest
 from nbformat.v4 import new_code_cell, new_notebook
@@ -112,13 +112,61 @@ def numbers(folder):
 TABLE = ['reproduce', '000-table6', '-p', 'rounds=12'] # long enough to be killed in the middle
 FOLDER = plan(['000-table6'], 'smoke', dict(rounds=12))[0].folder.relative_to(figures())
 
+def on_a_terminal(*args, **env):
+    "The exit code, what was printed, what the bar showed with the time of each, and the time of the end"
+    ours,theirs = pty.openpty(); seen = []
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack('HHHH', 40, 200, 0, 0))
+    def watch():
+        try:
+            while read := os.read(ours, 2**16): seen.extend((time.time(), l.strip()) for l in re.split(r'[\r\n]+', read.decode()) if l.strip())
+        except OSError: pass # its end
+    env = {k: str(v) for k,v in {**os.environ, **env}.items() if k!='TQDM_DISABLE'}
+    (watcher := threading.Thread(target=watch)).start()
+    p = subprocess.Popen([*FEDBOOK, *args], cwd=ROOT, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=theirs, text=True)
+    os.close(theirs); said = p.communicate()[0]; end = time.time(); watcher.join(); os.close(ours)
+    return p.returncode, said, seen, end
+
 @pytest.fixture(scope='module')
-def whole(tmp_path_factory):
-    "Table 6 made without interruption"
+def terminal(tmp_path_factory):
+    "Table 6 made without interruption, on a terminal"
     to = tmp_path_factory.mktemp('whole')
-    p = fedbook(*TABLE, FEDBOOK_FIGURES=to)
-    assert p.returncode==0, p.stdout+p.stderr
-    return to, p.stdout
+    begun = time.time(); code,said,seen,end = on_a_terminal(*TABLE, FEDBOOK_FIGURES=to)
+    assert code==0, (said, seen)
+    return to, said, [(t-begun, l) for t,l in seen], end-begun, begun
+
+@pytest.fixture(scope='module')
+def whole(terminal): return terminal[:2]
+
+def test_the_terminal_says_what_runs_from_the_first_second_to_the_last(terminal):
+    to,said,seen,end,begun = terminal
+    words = [l for _,l in seen]
+    order = ['checking data and models', '1 to begin', '000-table6: starting its kernel', '000-table6 cell', 'run', 'drawing', 'writing the page: notebook 1 of 1', 'writing the page: index.html', '100%']
+    found = [next((i for i,l in enumerate(words) if w in l), None) for w in order if w!='run'] # the runs may end between two looks
+    assert None not in found and found==sorted(found), list(zip(order, found))
+    assert seen[found[0]][0] < 5 and not any('begun' in l for l in words)
+    assert all(re.search(r'(at least|about) \d+ \w+ left', l) for l in words[found[1]:found[-1]]), 'always what is left'
+    assert said.splitlines()[1].startswith('1 table to make, at least'), said
+
+def test_the_terminal_shows_100_percent_only_when_all_is_done(terminal):
+    to,said,seen,end,begun = terminal
+    full = next(t for t,l in seen if l.startswith('100%'))
+    assert (to/'index.html').stat().st_mtime <= begun+full and end-full < .25*end+2 and not any('left' in l for t,l in seen if t > full)
+
+def test_the_terminals_estimates_are_of_the_whole(terminal):
+    "Within a factor of two on a machine that does nothing else; here others may compute, and three seconds are as good as none"
+    to,said,seen,end,begun = terminal
+    told = [(end-t, float(m[1])) for t,l in seen if (m := re.search(r'(?:about|at least) (\d+) s left', l))]
+    assert 1/3 < statistics.median((true+3)/(left+3) for true,left in told) < 3, told
+
+def test_pages_of_notebooks_that_were_never_written_are_counted(tmp_path, monkeypatch):
+    "As in a fresh checkout, where each committed table has a notebook and no page"
+    from fedbook import runner
+    monkeypatch.setenv('FEDBOOK_FIGURES', str(tmp_path)); told = []
+    for i in ('000-figure1','002-figure6'):
+        (f := output_folder(i, 'smoke')).mkdir(parents=True); (f/'run.json').write_text('{"seconds": 2}'); nbformat.write(new_notebook(), f/'notebook.ipynb')
+    assert [p.parent for p in runner.unwritten()]==[output_folder(i, 'smoke') for i in ('000-figure1','002-figure6')]
+    runner.index(lambda *at: told.append(at)); assert told==[(0, 2), (1, 2), (2, 2)] and not runner.unwritten()
+    runner.index(lambda *at: told.append(at)); assert told[3:]==[(0, 0)]
 
 def test_a_table_through_papermill(whole):
     to,said = whole
@@ -246,7 +294,7 @@ def test_nothing_of_a_cell_is_lost_in_a_narrow_terminal():
 
 def test_the_quickstart_says_first_how_long_it_takes(monkeypatch, capsys):
     from fedbook import cli, runner
-    monkeypatch.setattr(runner, 'reproduce', lambda *a: print('begun') or [dict(status='FAILED')])
+    monkeypatch.setattr(runner, 'reproduce', lambda *a, **kw: print('begun') or [dict(status='FAILED')])
     assert cli.main(['quickstart'])==1
     said,begun = capsys.readouterr().out.splitlines()
     assert re.search(r'about \d+ seconds', said) and begun=='begun'
@@ -268,23 +316,39 @@ def test_a_kernel_that_still_ends_its_last_message_is_not_interrupted(tmp_path, 
 
 def test_progress_says_what_runs_and_is_complete_only_when_all_is_done(tmp_path):
     from types import SimpleNamespace
-    from fedbook.runner import mark, show_progress
-    jobs,said,known = [Job(i, 'smoke', None, {}, tmp_path/i, 60) for i in ('000-table7','003-table1')],[],set()
+    from fedbook.runner import mark, Watch
+    nbformat.write(new_notebook(cells=[new_code_cell('1') for _ in range(10)]), tmp_path/'a.ipynb')
+    jobs,said = [Job(i, 'smoke', tmp_path/'a.ipynb', {}, tmp_path/i, 60) for i in ('000-table7','003-table1')],[]
     bar = SimpleNamespace(clear=lambda: None, set_postfix_str=lambda s: setattr(bar, 'words', s))
-    def shown(*ended): show_progress(bar, jobs, known, set(ended), said.append); return bar.n, bar.total, bar.words
-    for j in jobs: j.folder.mkdir(); mark(j, 'waiting')
-    assert shown()==(0, 2, '')
-    mark(jobs[0], 'begun'); assert shown()==(0, 2, '000-table7: begun') and not said
+    watch = Watch(bar, jobs, 1, said.append, pages=5)
+    def shown(): watch.show(); return bar.n, bar.total, bar.words
     def tell(job, **p): (job.folder/'progress.json').write_text(json.dumps(p))
+    def execute(job, n): nbformat.write(new_notebook(cells=[new_code_cell('1', metadata=dict(papermill=dict(status='completed' if i < n else 'pending'))) for i in range(10)]), job.folder/'.1.running.ipynb')
+    for j in jobs: j.folder.mkdir(); mark(j, 'waiting')
+    watch.begins(); assert said==['2 tables to make, at least 25 s left'] # ten for each, and five for the pages
+    assert shown()==(0, 26, 'at least 25 s left; 2 to begin')
+    mark(jobs[0], 'starting its kernel'); assert shown()[2]=='at least 25 s left; 000-table7: starting its kernel; 1 to begin'
+    execute(jobs[0], 4); assert shown()==(4, 26, 'at least 21 s left; 000-table7 cell 5 of 10; 1 to begin')
+    (jobs[0].folder/'.1.running.ipynb').write_text('{'); assert shown()[0]==4, 'papermill is writing'
+    tell(jobs[0], done=2, total=24, left=0, todo=22, expected=0, now='timing a step of each method'); execute(jobs[0], 5)
+    assert shown()[2]=='at least 20 s left; 000-table7 cell 6 of 10: timing a step of each method; 1 to begin' and len(said)==1, 'what it costs is not known yet'
     tell(jobs[0], done=3, total=24, left=790, todo=22, expected=900, now='FedProx, 5')
-    assert shown()==(3, 26, '000-table7 3/24, 13 min left: FedProx, 5') and said==['000-table7   22 of 24 runs to do, about 15 min']
-    os.utime(jobs[0].folder/'progress.json', (time.time()-750,)*2); assert '3/24, 40 s left' in shown()[2]
-    tell(jobs[0], done=24, total=24, left=0, todo=22, expected=900, now='')
-    assert shown()==(24, 26, '000-table7 24/24, 0 s left: drawing') and shown('000-table7')==(25, 26, '') and len(said)==1
-    tell(jobs[1], done=1, total=9, left=0, todo=8, expected=0, now='timing a step of each method')
-    shown(); assert len(said)==1, 'what it costs is not known yet'
+    assert shown()==(8, 50, 'at least 13 min left; 000-table7 run 4 of 24: FedProx, 5; 1 to begin') and said[1:]==['000-table7   22 of 24 runs to do, about 15 min']
+    os.utime(jobs[0].folder/'progress.json', (time.time()-750,)*2); assert 'at least 60 s left' in shown()[2]
+    tell(jobs[0], done=24, total=24, left=0, todo=22, expected=900, now=''); execute(jobs[0], 8)
+    assert shown()==(32, 50, 'at least 17 s left; 000-table7 cell 9 of 10: drawing; 1 to begin')
+    (jobs[0].folder/'.1.running.ipynb').unlink(); watch.ends(dict(id='000-table7', status='ok', seconds=30., error=''))
+    assert shown()==(34, 50, 'about 35 s left; 1 to begin') and len(said)==3, 'the other will take as long'
     tell(jobs[1], done=1, total=9, left=0, todo=8, expected=0, now='') # made without running
-    shown(); assert said[1:]==['003-table1   8 of 9 runs are missing']
+    shown(); assert said[3:]==['003-table1   8 of 9 runs are missing']
+    watch.ends(dict(id='003-table1', status='FAILED', seconds=9., error='no')); assert shown()==(53, 59, 'about 5 s left')
+    watch.writes(0, 5); assert bar.n==53 and bar.words.endswith('writing the page: notebook 1 of 5')
+    watch.writes(5, 5); assert bar.n==58 < bar.total; watch.finish(); assert bar.n==bar.total and not bar.words
+
+def test_a_notebook_without_runs_is_expected_to_take_as_long_again(tmp_path):
+    from fedbook.runner import Stand
+    unknown = dict(done=0, total=0, left=0, todo=0, expected=0, now='starting its kernel')
+    assert [Stand(None, unknown, age, (done, 10)).left() for age,done in ((0, 0), (5, 5), (80, 5))]==[10, 5, 40]
 
 def test_a_table_whose_runs_are_there_says_so():
     from fedbook.runner import to_do
