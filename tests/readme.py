@@ -1,4 +1,4 @@
-"""The pages that are notebooks as Markdown, README.md first, and the evidence on which paper notebooks open: `python tests/readme.py` writes them, tests compare."""
+"""The pages that are notebooks as Markdown, README.md first, and the evidence on which the notebooks of papers and theorems open: `python tests/readme.py` writes them, tests compare."""
 import os, re
 from pathlib import Path
 import nbformat
@@ -49,7 +49,7 @@ def fresh(page:str) -> tuple: # The page and its notebook
     nb = made(notebook)
     return moved(markdown(nb), notebook.parent, page),nb
 
-PAPERS = sorted(p for p in (ROOT/'nbs'/'04_papers').rglob('*.ipynb') if '.ipynb_checkpoints' not in p.parts)
+PAPERS = sorted(p for d in ('03_theory','04_papers') for p in (ROOT/'nbs'/d).rglob('*.ipynb') if '.ipynb_checkpoints' not in p.parts)
 
 def evidence(id:str) -> list: # Outputs of a cell
     "What `committed(id)` displays now"
@@ -61,7 +61,7 @@ def evidence(id:str) -> list: # Outputs of a cell
     return [nbformat.v4.new_output('display_data', data=o.data) for o in seen.outputs]
 
 def opening(notebook:Path) -> tuple: # A notebook, and whether its stored evidence was the newest
-    "A paper notebook that opens on what the highest profile has found by now"
+    "A notebook that opens on what the highest profile has found by now"
     nb,newest = nbformat.read(notebook, 4),True
     for c in nb.cells:
         asked = re.search(r"^committed\('([^']+)'\)", c.source, re.M) if c.cell_type=='code' else None
