@@ -109,7 +109,7 @@ def list_(a) -> int:
     print(wrapped('✓ done, with the time of computing; · not run; blank: no such profile', 2))
     for p in papers():
         here = sum(i.startswith((f'{p.id}-table', f'{p.id}-figure')) for i in experiments())
-        print(f'paper {p.id} {p.short}: {here} of {len(p.tables)+len(p.figures)} tables and figures are here')
+        print(f'{p.short} ({p.id}): {here} of {len(p.tables)+len(p.figures)} tables and figures are here')
     return 0
 
 # %% ../nbs/01_foundations/62_cli.ipynb #0e992e66

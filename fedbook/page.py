@@ -265,7 +265,8 @@ def notebook_page(
     html,_ = HTMLExporter(template_name='basic', exclude_input_prompt=True,
         exclude_output_prompt=True).from_filename(str(nb))
     colours = HtmlFormatter().get_style_defs('.highlight')
-    title = escape(' '.join(nb.parts[-4:-1]))
+    heading = re.search('<h1[^>]*>([^<]+)', html)
+    title = f'{heading[1] if heading else "fedbook"} ({escape(", ".join(nb.parts[-3:-1]))})'
     head = f'{HEAD}<title>{title}</title><style>{STYLE}{CODE}{colours}</style></head>'
     with writing(nb.with_suffix('.html')) as part:
         part.write_text(f'{head}<body>{inline(html)}</body></html>\n', encoding='utf-8')

@@ -55,7 +55,7 @@ def test_overfitting_at_every_value_is_a_claim_about_all_of_them():
 def test_what_the_printed_numbers_say():
     "Five sentences of the papers are not true of their own tables"
     no = {c.id for c in EVERY if holds_in_print(c) is False}
-    assert {i for i in no if i[:3]!='001'}=={"000-table5-lowest","000-table10-mode",'004-table3-femnist','004-table4-printed','004-table5-printed'} # those of paper 001 stand in test_chapter_pfededit.py
+    assert {i for i in no if i[:3]!='001'}=={"000-table5-lowest","000-table10-mode",'004-table3-femnist','004-table4-printed','004-table5-printed'} # those of PFedEdit stand in test_chapter_pfededit.py
 
 @pytest.mark.parametrize('better,word', [((1., 1.2, 1.1), 'holds'), ((-1., -1.2, -1.1), 'fails'), ((1., 2., .1), 'undecided: leans to yes, 3 seeds, about 9 needed'),
     ((-1., -2., -.1), 'undecided: leans to no, 3 seeds, about 9 needed'), ((9.,), 'undecided: leans to yes, 1 seed, at least 2 needed'), ((-9.,), 'undecided: leans to no, 1 seed, at least 2 needed'),

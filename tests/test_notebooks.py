@@ -8,6 +8,8 @@ from fedbook.runner import check_parameters
 ROOT = Path(__file__).resolve().parents[1]
 NBS = sorted(p for p in (ROOT/'nbs').rglob('*.ipynb') if '.ipynb_checkpoints' not in p.parts)
 EXPERIMENTS = list(experiments().values())
+EXECUTED = sorted(p for p in (ROOT/'figures').glob('*/*/*/notebook.ipynb') if p.parts[-2] in ('laptop','overnight','paper'))
+def name(nb): return '-'.join(nb.parts[-4:-1]) if nb in EXECUTED else nb.stem
 
 def cells(nb): return json.loads(nb.read_text())['cells']
 def code(nb): return [''.join(c['source']) for c in cells(nb) if c['cell_type']=='code']
@@ -18,6 +20,11 @@ def test_notebook_is_clean(nb):
         assert c.get('execution_count') is None and set(c['metadata']) <= {'tags'}
         assert not any(o['output_type']=='error' for o in c.get('outputs', []))
     assert 'site-packages' not in nb.read_text(), 'a warning with a path of the machine'
+
+@pytest.mark.parametrize('nb', NBS+EXECUTED, ids=name)
+def test_a_paper_is_named_by_its_method_and_not_by_a_number(nb):
+    prose = ''.join(''.join(c['source'])+'\n' for c in cells(nb) if c['cell_type']=='markdown')
+    assert prose.startswith('# ') and not re.search(r'\bpapers? 00\d', prose, re.I)
 
 @pytest.mark.parametrize('nb', NBS, ids=lambda p: p.stem)
 def test_no_progress_bar_is_frozen_in_a_notebook(nb):

@@ -115,6 +115,12 @@ def test_a_notebook_that_was_made_again_is_written_again(tmp_path):
         nb(text); notebook_page(tmp_path/'notebook.ipynb')
         assert text in (tmp_path/'notebook.html').read_text()
 
+@pytest.mark.parametrize('text,title', [('# pTaLoS, Table 7\n\n> More', 'pTaLoS, Table 7 (table7, laptop)'), ('no title', 'fedbook (table7, laptop)')])
+def test_a_page_of_a_notebook_is_called_what_the_notebook_is(tmp_path, text, title):
+    (nb := tmp_path/'table7'/'laptop'/'notebook.ipynb').parent.mkdir(parents=True)
+    nb.write_text(json.dumps(dict(cells=[dict(cell_type='markdown', id='a', metadata={}, source=text)], metadata={}, nbformat=4, nbformat_minor=5)))
+    notebook_page(nb); assert f'<title>{title}</title>' in nb.with_suffix('.html').read_text()
+
 CHROMIUM = next(filter(None, map(shutil.which, ('chromium','chromium-browser','google-chrome','chrome'))), None)
 PROBE = """<iframe src="{src}" width="{width}" height="900"></iframe><script>
 window.onload = () => {{ const d = document.querySelector('iframe').contentDocument, shown = () => [...d.querySelectorAll('article')].filter(c => c.offsetHeight).length
