@@ -2063,6 +2063,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                 'fedbook.runner.cost': ('01_foundations/runner.html#cost', 'fedbook/runner.py'),
                                 'fedbook.runner.duration': ('01_foundations/runner.html#duration', 'fedbook/runner.py'),
                                 'fedbook.runner.execute': ('01_foundations/runner.html#execute', 'fedbook/runner.py'),
+                                'fedbook.runner.forget_bars': ('01_foundations/runner.html#forget_bars', 'fedbook/runner.py'),
                                 'fedbook.runner.forget_paths': ('01_foundations/runner.html#forget_paths', 'fedbook/runner.py'),
                                 'fedbook.runner.how_far': ('01_foundations/runner.html#how_far', 'fedbook/runner.py'),
                                 'fedbook.runner.index': ('01_foundations/runner.html#index', 'fedbook/runner.py'),

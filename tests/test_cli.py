@@ -243,6 +243,10 @@ def test_a_finished_notebook_does_not_say_where_it_was_made(tmp_path):
     made = json.loads(nb.read_text())
     assert made['cells'][0]['outputs'][0]['text']=='fedbook/rounds.py:1: SetAside' and made['metadata']['papermill']==dict(input_path='b.ipynb', output_path='d.ipynb')
 
+def test_a_made_notebook_keeps_no_progress_bar(whole):
+    text = (whole[0]/FOLDER/'notebook.ipynb').read_text()
+    assert 'widget' not in text and '68.65' in text, 'its other outputs are there'
+
 def test_fedbook_alone_says_in_three_lines_where_to_start():
     p = fedbook()
     lines = p.stdout.splitlines()

@@ -1,5 +1,5 @@
 "What a paper notebook shows at its head."
-import json, re
+import re
 from pathlib import Path
 import matplotlib.pyplot as plt, pytest
 from fedbook.errors import Refused
@@ -50,13 +50,6 @@ def test_an_unknown_table():
 def test_a_small_picture(figures):
     png = run(figures, 'laptop')/'figure.png'
     assert small(png)[:4]==b'\x89PNG' and len(small(png)) < png.stat().st_size
-
-@pytest.mark.parametrize('id', [i for i,e in experiments().items() if '04_papers' in e.notebook])
-def test_a_paper_notebook_opens_on_its_evidence(id):
-    notebook = experiments()[id].notebook
-    code = [''.join(c['source']) for c in json.loads((NOTEBOOKS/notebook).read_text())['cells'] if c['cell_type']=='code']
-    shown = [i for i,s in enumerate(code) if f"committed('{id}')" in s]
-    assert shown and shown[0] < 8 and not any('run_cases' in s for s in code[:shown[0]])
 
 # ---- what somebody who has looked says
 

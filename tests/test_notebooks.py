@@ -1,8 +1,9 @@
 "The notebooks are the source: clean, in step with the package, and ready for papermill. (nbdev_test executes them.)"
-import ast, filecmp, json, os, re, shutil, subprocess, sys
+import ast, csv, filecmp, json, os, re, shutil, subprocess, sys
 from pathlib import Path
 import pytest
-from fedbook.manifest import experiments
+from fedbook.evidence import committed
+from fedbook.manifest import experiments, remark
 from fedbook.runner import check_parameters
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -26,7 +27,7 @@ def test_a_paper_is_named_by_its_method_and_not_by_a_number(nb):
     prose = ''.join(''.join(c['source'])+'\n' for c in cells(nb) if c['cell_type']=='markdown')
     assert prose.startswith('# ') and not re.search(r'\bpapers? 00\d', prose, re.I)
 
-@pytest.mark.parametrize('nb', NBS, ids=lambda p: p.stem)
+@pytest.mark.parametrize('nb', NBS+EXECUTED, ids=name)
 def test_no_progress_bar_is_frozen_in_a_notebook(nb):
     outputs = [o for c in cells(nb) for o in c.get('outputs', [])]
     assert not any('widget-view' in json.dumps(o) or 'it/s]' in json.dumps(o) for o in outputs), 'delete the output'
@@ -75,6 +76,37 @@ def test_a_long_class_grows_in_view(nb):
         long = [n.name for n in exported if isinstance(n, ast.ClassDef) and n.end_lineno-n.lineno+1 > 20]
         assert not long or 'All of it together' in above, f'{long} appears finished: show how it grows'
         above = s if c['cell_type']=='markdown' else ''
+
+def kind(output):
+    "What an output of evidence is"
+    data = output.get('data', {})
+    if 'text/html' in data: return 'numbers'
+    if 'image/png' in data: return 'picture'
+    words = ''.join(data.get('text/markdown', ''))
+    return 'after looking' if words.startswith('**After looking.**') else 'verdicts' if '| verdict |' in words else 'where from'
+
+ORDER = ['where from','verdicts','picture','numbers','after looking']
+
+@pytest.mark.parametrize('e', EXPERIMENTS, ids=lambda e: e.id)
+def test_a_paper_or_theorem_opens_on_its_evidence_verdicts_before_numbers(e):
+    "Before anything is run; a table whose claims were tested shows verdicts, and one that somebody has looked at says why"
+    shown = {}
+    for c in cells(ROOT/'nbs'/e.notebook):
+        asked = re.search(r"^committed\('([^']+)'\)$", ''.join(c['source']), re.M)
+        if c['cell_type']=='code' and not asked: break
+        if asked: shown[asked[1]] = [kind(o) for o in c['outputs']]
+    assert shown.get(e.id, [])[:1]==['where from'], 'its first code cells show what committed() finds'
+    kinds,folder = shown[e.id],committed(e.id).folder
+    assert kinds==[k for k in ORDER if k in kinds]
+    assert ('verdicts' in kinds)==bool(folder and (folder/'claims.md').exists()) and ('after looking' in kinds)==bool(folder and remark(e.id, folder.name))
+
+WHY = {'weakest pair','difference [95 %]','its difference [95 %]','condition','cases against it','smallest counterexample'}
+
+@pytest.mark.parametrize('claims', sorted(p for p in (ROOT/'figures').glob('*/*/*/claims.csv') if p.parts[-2] in ('laptop','overnight','paper')), ids=lambda p: '-'.join(p.parts[-4:-1]))
+def test_a_verdict_says_what_it_rests_on(claims):
+    with claims.open(encoding='utf-8', newline='') as f: rows = list(csv.DictReader(f))
+    assert rows
+    for r in rows: assert r['verdict'].startswith('not tested') or any(r.get(k) not in (None, '', '–') for k in WHY), r
 
 @pytest.mark.parametrize('nb', NBS, ids=lambda p: p.stem)
 def test_links_to_notebooks_lead_to_one(nb):
