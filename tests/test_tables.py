@@ -2,7 +2,7 @@
 import math
 from html.parser import HTMLParser
 import pytest
-from fedbook.tables import best_of, grid_html, grid_markdown, grid_of, heading, html, in_order, legend_of, markdown, Shape
+from fedbook.tables import best_of, grid_html, grid_markdown, grid_of, heading, html, in_order, in_words, legend_of, markdown, Shape
 
 def row(method='FedAvg', variant='intended', alpha=.3, metric='accuracy', ours=60., n=3, printed=61.5, verdict='lower by 1.5'):
     return dict(method=method, variant=variant, alpha=alpha, metric=metric, printed=printed, ours=ours, n=n, low=ours-1, high=ours+1, verdict=verdict)
@@ -51,7 +51,7 @@ def test_bold_in_print():
 
 def test_metrics_may_lead_down():
     rows = [row(m, metric=k) for m in 'AB' for k in ('accuracy','loss')]
-    assert [r[:2] for r in body(grid(rows, down=['metric','method']))[2:]]==[['accuracy ↑','A'], ['','B'], ['Loss ↓','A'], ['','B']]
+    assert [r[:2] for r in body(grid(rows, down=['metric','method']))[2:]]==[['accuracy (%) ↑','A'], ['','B'], ['Loss ↓','A'], ['','B']]
 
 def test_headings_over_several_columns():
     class Cells(HTMLParser):
@@ -65,7 +65,10 @@ def test_undecided_is_grey_and_says_why():
     text = grid_html(grid([row(verdict='undecided (one seed)')]))
     assert text.count('color:gray')==1 and 'title="undecided (one seed)"' in text and 'gray' not in grid_html(grid([row()]))
 
-@pytest.mark.parametrize('key,value,text', [('alpha',.3,'α = 0.3'), ('alpha',None,'–'), ('metric','loss','Loss ↓'), ('metric','accuracy','accuracy ↑'), ('method','FedAvg','FedAvg')])
+@pytest.mark.parametrize('key,value,text', [('alpha',.3,'α = 0.3'), ('alpha',None,'–'), ('metric','loss','Loss ↓'), ('metric','accuracy','accuracy (%) ↑'), ('cpr',.3,'share of clients in a round = 0.3'), ('metric','bytes_up','bytes up ↑'), ('method','FedAvg','FedAvg')])
 def test_heading(key, value, text): assert heading(Shape([], [], dict(alpha='α', loss='Loss'), dict(loss=-1)), key, value)==text
 
 def test_order(): assert in_order([('b',1), ('a',2), ('b',2), ('b',1)])==[('b',1), ('b',2), ('a',2)]
+
+@pytest.mark.parametrize('name,words', [('val_accuracy','validation accuracy (%)'), ('bytes_up','bytes up'), ('lam','λ')])
+def test_words(name, words): assert in_words(name)==words
