@@ -385,7 +385,7 @@ class Watch:
         stands = self.stands()
         for i,p in ((s.job.id, s.said) for s in stands):
             if (p['expected'] or p['total'] and not p['now']) and i not in self.known:
-                self.tell(f'{i:12} {to_do(p)}'); self.known.add(i)
+                self.tell(f'{i:12} {to_do(p)}; {self.left(stands)} in all'); self.known.add(i)
         done,whole = map(sum, zip(*(s.parts() for s in stands)))
         self.bar.n,self.bar.total = done,whole+self.pages+1
         waiting = sum(s.waits() for s in stands)

@@ -337,14 +337,14 @@ def test_progress_says_what_runs_and_is_complete_only_when_all_is_done(tmp_path)
     tell(jobs[0], done=2, total=24, left=0, todo=22, expected=0, now='timing a step of each method'); execute(jobs[0], 5)
     assert shown()[2]=='at least 20 s left; 000-table7 cell 6 of 10: timing a step of each method; 1 to begin' and len(said)==1, 'what it costs is not known yet'
     tell(jobs[0], done=3, total=24, left=790, todo=22, expected=900, now='FedProx, 5')
-    assert shown()==(8, 50, 'at least 13 min left; 000-table7 run 4 of 24: FedProx, 5; 1 to begin') and said[1:]==['000-table7   22 of 24 runs to do, about 15 min']
+    assert shown()==(8, 50, 'at least 13 min left; 000-table7 run 4 of 24: FedProx, 5; 1 to begin') and said[1:]==['000-table7   22 of 24 runs to do, about 15 min; at least 13 min left in all']
     os.utime(jobs[0].folder/'progress.json', (time.time()-750,)*2); assert 'at least 60 s left' in shown()[2]
     tell(jobs[0], done=24, total=24, left=0, todo=22, expected=900, now=''); execute(jobs[0], 8)
     assert shown()==(32, 50, 'at least 17 s left; 000-table7 cell 9 of 10: drawing; 1 to begin')
     (jobs[0].folder/'.1.running.ipynb').unlink(); watch.ends(dict(id='000-table7', status='ok', seconds=30., error=''))
     assert shown()==(34, 50, 'about 35 s left; 1 to begin') and len(said)==3, 'the other will take as long'
     tell(jobs[1], done=1, total=9, left=0, todo=8, expected=0, now='') # made without running
-    shown(); assert said[3:]==['003-table1   8 of 9 runs are missing']
+    shown(); assert said[3:]==['003-table1   8 of 9 runs are missing; about 15 s left in all']
     watch.ends(dict(id='003-table1', status='FAILED', seconds=9., error='no')); assert shown()==(53, 59, 'about 5 s left')
     watch.writes(0, 5); assert bar.n==53 and bar.words.endswith('writing the page: notebook 1 of 5')
     watch.writes(5, 5); assert bar.n==58 < bar.total; watch.finish(); assert bar.n==bar.total and not bar.words
