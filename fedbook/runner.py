@@ -362,6 +362,7 @@ class Watch:
     results: list = field(default_factory=list) # Of the tables that have ended
     known: set = field(default_factory=set) # Ids of the tables whose cost was told
     found: dict = field(default_factory=dict) # Id to what `cells` has found
+    began: float = 0. # When the first page was begun
 
     def tell(self, words:str): self.bar.clear(); self.say(words)
     def stands(self) -> list[Stand]:
@@ -393,9 +394,11 @@ class Watch:
             *(how_far(s) for s in stands if not s.ended and not s.waits()),
             *[f'{waiting} to begin']*bool(waiting)]))
     def writes(self, i:int, n:int): # As `index` tells it
+        if not i: self.began = time.time()
+        pace = (time.time()-self.began)/i if i else PAGE
         self.bar.n = self.bar.total-1-(n-i)
         which = f'notebook {i+1} of {n}' if i < n else 'index.html'
-        self.bar.set_postfix_str(f'about {duration(1+(n-i)*PAGE)} left; writing the page: {which}')
+        self.bar.set_postfix_str(f'about {duration(1+(n-i)*pace)} left; writing the page: {which}')
     def finish(self):
         self.bar.leave,self.bar.n = True,self.bar.total
         self.bar.set_postfix_str('')

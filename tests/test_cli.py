@@ -347,6 +347,7 @@ def test_progress_says_what_runs_and_is_complete_only_when_all_is_done(tmp_path)
     shown(); assert said[3:]==['003-table1   8 of 9 runs are missing; about 15 s left in all']
     watch.ends(dict(id='003-table1', status='FAILED', seconds=9., error='no')); assert shown()==(53, 59, 'about 5 s left')
     watch.writes(0, 5); assert bar.n==53 and bar.words.endswith('writing the page: notebook 1 of 5')
+    watch.began -= 40; watch.writes(2, 5); assert bar.words.startswith('about 61 s left'), 'at the pace of the first two'
     watch.writes(5, 5); assert bar.n==58 < bar.total; watch.finish(); assert bar.n==bar.total and not bar.words
 
 def test_a_notebook_without_runs_is_expected_to_take_as_long_again(tmp_path):
