@@ -81,7 +81,8 @@ NAMES = dict(
     cross_c_std='deviation over clients (points)', train_loss='loss in training',
     distortion_own='feature distortion, own images', distortion_all='feature distortion, all images',
     dice='Dice (%)', f1='F1 (%)', hd95='HD95 (pixels)', kB_up='kB up per client and round',
-    packs_sent='packs sent (%)', seconds_of_run='seconds of a run', alpha='α', lam='λ', cpr='share of clients in a round')
+    packs_sent='packs sent (%)', seconds_of_run='seconds of a run', alpha='α', lam='λ',
+    cpr='share of clients in a round')
 
 # %% ../nbs/01_foundations/39_tables.ipynb #n19x64034780
 def in_words(
