@@ -40,7 +40,9 @@ def linear_layers(
     return [k for k in names if any(k in meant(t) for t in targets)]
 
 # %% ../../nbs/02_methods/51_adapters.ipynb #f3f0b494
-def tensors_of(module): return module.state_dict(keep_vars=True)
+def tensors_of(module): # Name to tensor
+    "The parameters and buffers of a module, themselves and not copies"
+    return module.state_dict(keep_vars=True)
 
 class ExtendedNet(Net):
     """A network with new weights in its body; what is frozen has the module's values,
