@@ -372,6 +372,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                  'fedbook.engines.possible': ('01_foundations/engines.html#possible', 'fedbook/engines.py'),
                                  'fedbook.engines.replies_of': ('01_foundations/engines.html#replies_of', 'fedbook/engines.py'),
                                  'fedbook.engines.round_seconds': ('01_foundations/engines.html#round_seconds', 'fedbook/engines.py'),
+                                 'fedbook.engines.smallest': ('01_foundations/engines.html#smallest', 'fedbook/engines.py'),
                                  'fedbook.engines.stackable': ('01_foundations/engines.html#stackable', 'fedbook/engines.py'),
                                  'fedbook.engines.stacked': ('01_foundations/engines.html#stacked', 'fedbook/engines.py'),
                                  'fedbook.engines.stacked_phase': ('01_foundations/engines.html#stacked_phase', 'fedbook/engines.py'),

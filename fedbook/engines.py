@@ -7,8 +7,8 @@ __all__ = ['OFTEN', 'CACHE', 'SEVERAL', 'NO_GPU', 'ONLY_GPU', 'TEAMS', 'ENGINES'
            'step_groups', 'in_chunks', 'steps', 'augmented', 'train', 'train_stack', 'train_phase', 'stacked_phase',
            'first_states', 'stackable', 'worth_a_trace', 'common', 'local_step_of', 'replies_of', 'follow', 'FellBack',
            'out_of_memory', 'Traced', 'views', 'standing', 'give_up', 'halve', 'stacked', 'graphs', 'cores',
-           'Processes', 'team_of', 'disband', 'engine', 'used', 'possible', 'trial', 'round_seconds', 'measure',
-           'local_steps', 'kind', 'busy', 'choice', 'Fastest']
+           'Processes', 'team_of', 'disband', 'engine', 'used', 'possible', 'trial', 'round_seconds', 'smallest',
+           'measure', 'local_steps', 'kind', 'busy', 'choice', 'Fastest']
 
 # %% ../nbs/01_foundations/38_engines.ipynb #dd562e60
 from collections import Counter
@@ -377,10 +377,11 @@ LONG = .25 # Seconds of a step that no engine makes shorter
 def trial(
     fed:Federation, # The run
     clients:int=10, # At most
+    size:int=1, # How many times the samples
     # The same with fewer and smaller clients, and so many rounds that every shape is worth a trace
 ) -> Federation:
-    "A run small enough to be tried: two batches a client, or one in each epoch"
-    n = fed.local.batch_size*max(1, 2//fed.local.epochs)
+    "A run small enough to be tried: two batches a client, or one in each epoch, `size` times"
+    n = fed.local.batch_size*max(1, 2//fed.local.epochs)*size
     some = [c[:n] for c in fed.data.clients[:min(clients, fed.protocol.per_round)]]
     return replace(fed, set_aside=[],
         data=replace(fed.data, clients=some, held=fed.data.held and fed.data.held[:len(some)],
@@ -391,13 +392,31 @@ def round_seconds(
     engine, # To be timed
     fed:Federation, # A trial
 ) -> float: # Seconds of a round
-    "The median time of up to five rounds after a first, for a short round is easily disturbed"
+    """The median time of up to five rounds after a first, for a short round is easily disturbed;
+    without warnings, for what is odd about a trial says nothing of the run"""
     state,ids,times = begin(fed),list(range(len(fed.data.clients))),[]
-    engine(fed, state, ids, 0)
-    while len(times) < 5 and sum(times) < .1:
-        start = time.perf_counter(); engine(fed, state, ids, 0)
-        times.append(time.perf_counter()-start)
+    with warnings.catch_warnings():
+        warnings.simplefilter('ignore', UserWarning)
+        engine(fed, state, ids, 0)
+        while len(times) < 5 and sum(times) < .1:
+            start = time.perf_counter(); engine(fed, state, ids, 0)
+            times.append(time.perf_counter()-start)
     return float(np.median(times))
+
+# %% ../nbs/01_foundations/38_engines.ipynb #n112x24182528
+def smallest(
+    fed:Federation, # The run, ready
+) -> tuple[int, float]: # The size of a trial that the method accepts, and the seconds of a step on one client
+    "Double the trial until the method does not refuse it; raises its `Refused` where it refuses a whole client"
+    size = 1
+    while True:
+        one = trial(fed, 1, size)
+        samples,(work,_) = len(one.data.clients[0]),work_of(one.method, one.local, 0)
+        try: return size, round_seconds(one_by_one, one)/len(
+            batch_bounds(samples, work, 0, bool(one.net.buffers())))
+        except Refused:
+            if samples==len(fed.data.clients[0]): raise
+            size *= 2
 
 # %% ../nbs/01_foundations/38_engines.ipynb #7ccc1790
 def measure(
@@ -405,12 +424,9 @@ def measure(
 ) -> dict[str, float]: # Seconds per local step, for every engine that was tried
     "Try engines on a few steps"
     fed,start = ready(fed),time.perf_counter()
-    one = trial(fed, 1)
-    step = round_seconds(one_by_one, one)/len(
-        batch_bounds(len(one.data.clients[0]), work_of(one.method, one.local, 0)[0], 0,
-        bool(one.net.buffers())))
+    size,step = smallest(fed)
     if step > LONG or step*local_steps(fed) < SHORT: return dict(one_by_one=step)
-    small,times = trial(fed),dict(one_by_one=step)
+    small,times = trial(fed, size=size),dict(one_by_one=step)
     steps = local_steps(small)/small.protocol.rounds
     for name in possible(fed)[1:]:
         if time.perf_counter()-start < BUDGET:

@@ -461,3 +461,11 @@ def test_a_trial_holds_out_samples_of_its_clients_only():
     small = engines.trial(fed, 2)
     assert [len(h) for h in small.data.held]==[2, 2]==[len(h) for h in fed.data.held[:2]] and len(small.data.clients)==2
     assert engines.measure(fed)['one_by_one'] > 0
+
+def test_a_trial_grows_until_the_method_accepts_it_and_a_refused_client_is_refused():
+    from fedbook.methods.pfededit import PFedEdit
+    fed = federation(PFedEdit(p=.1, k=1, variant='intended'), sizes=(40, 40, 40))
+    fed = replace(fed, local=replace(fed.local, batch_size=2))
+    assert engines.smallest(ready(fed))[0]==4 and engines.measure(long(fed))['one_by_one'] > 0
+    with pytest.raises(Refused, match='at least 0.025'):
+        engines.measure(replace(fed, method=replace(fed.method, p=.005)))
