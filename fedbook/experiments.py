@@ -7,8 +7,9 @@ __all__ = ['BESIDE', 'UNCHANGED', 'Setting', 'local', 'protocol', 'device', 'dat
            'normaliser', 'frozen_features', 'network', 'split', 'resplit', 'shared_out', 'own_tests', 'hold_out',
            'shifted', 'groups_of', 'federation', 'stage_after', 'own_models', 'at_global_model', 'stages_of',
            'code_fingerprint', 'user_code', 'is_user_model', 'weights', 'equivalent_codes', 'Case', 'run_case',
-           'checkpoint', 'record', 'device_name', 'stage_costs', 'stage_cost', 'expected_costs', 'timed', 'run_cases',
-           'without_running', 'newest', 'together', 'delete_checkpoint', 'told', 'progress']
+           'checkpoint', 'record', 'device_name', 'stage_costs', 'stage_cost', 'expected_costs', 'timed', 'stored',
+           'rerunning', 'run_cases', 'without_running', 'newest', 'together', 'delete_checkpoint', 'told', 'progress',
+           'measured']
 
 # %% ../nbs/01_foundations/50_experiments.ipynb #63b38e0c
 from dataclasses import dataclass, field, replace
@@ -517,6 +518,22 @@ def timed(
     f(); start = time.perf_counter(); f()
     return time.perf_counter()-start
 
+# %% ../nbs/01_foundations/50_experiments.ipynb #n151x83364455
+def stored(
+    rows:list[dict], # All records there are
+    cases:list[Case], # The cells of a table
+    seeds:list[int], # The seeds of each
+) -> tuple[dict, dict]: # By fingerprint, pairs of a case and a seed, and the records of those that are there
+    "What a table needs, and what it has"
+    known = {r['fingerprint']: r for r in rows}
+    wanted = {c.fingerprint(s): (c, s) for s in seeds for c in cases}
+    return wanted,{k: known[f] for k,(c,s) in wanted.items()
+        for f in reversed(c.fingerprints(s)) if f in known}
+
+def rerunning() -> bool: # Unless `$FEDBOOK_RERUN` is 0
+    "May what is missing be run?"
+    return os.environ.get('FEDBOOK_RERUN')!='0'
+
 # %% ../nbs/01_foundations/50_experiments.ipynb #6a3f2463
 def run_cases(
     cases:list[Case], # The cells of a table
@@ -533,11 +550,8 @@ def run_cases(
     if engine != 'auto': named_engine(engine, device) # refuses what cannot run before any work
     with locked(path, timeout=10):
         rows = read(path)
-        known = {r['fingerprint']: r for r in rows}
-        wanted = {c.fingerprint(s): (c, s) for s in seeds for c in cases}
-        done = {k: known[f] for k,(c,s) in wanted.items() for f in reversed(c.fingerprints(s)) if f in known}
-        if not rerun or os.environ.get('FEDBOOK_RERUN')=='0':
-            return without_running(rows, wanted, done, folder, about)
+        wanted,done = stored(rows, cases, seeds)
+        if not (rerun and rerunning()): return without_running(rows, wanted, done, folder, about)
         todo = [v for k,v in wanted.items() if k not in done]
         progress(folder, 0, len(todo), len(wanted), 0, 0, now='timing a step of each method'*bool(todo))
         plans = expected_costs(todo, device)
@@ -627,3 +641,31 @@ def progress(
     about = dict(done=total-todo+n, total=total, left=round(left, 3), todo=todo,
         expected=round(expected, 3), now=now)
     with writing(Path(folder)/'progress.json') as part: part.write_text(json.dumps(about))
+
+# %% ../nbs/01_foundations/50_experiments.ipynb #n161x55523978
+def measured(
+    cases:list[Case], # The cells of a table
+    seeds:list[int], # Repetitions of the measurement
+    folder:Path, # Where rows.jsonl and progress.json go
+    measure, # Of a seed: the rows of every case, in order
+    device:str='cpu', # Where it is measured
+    **about, # The records' paper, table, profile and stand_in
+) -> list[dict]: # The records of all cases, in their order
+    "Measure all cases together, once for each seed of which one is missing, on the reference engine"
+    path = Path(folder)/'rows.jsonl'
+    with locked(path, timeout=10):
+        rows = read(path)
+        wanted,done = stored(rows, cases, seeds)
+        if not rerunning(): return without_running(rows, wanted, done, folder, about)
+        todo = [s for s in seeds if any(c.fingerprint(s) not in done for c in cases)]
+        n,spent = len(cases),0
+        for i,s in enumerate(tqdm(todo, desc='measuring', disable=None)):
+            progress(folder, n*i, n*len(todo), len(wanted), (len(todo)-i)*n*spent, len(todo)*n*spent,
+                now=f'repetition {s}')
+            start = time.time(); found = measure(s); spent = (time.time()-start)/n
+            for c,r in [*zip(cases, found, strict=True)]:
+                done[c.fingerprint(s)] = record(c, s, r, seconds=round(spent, 3), engine='one_by_one',
+                    device=device_name(device), **about)
+                append(path, done[c.fingerprint(s)])
+        progress(folder, n*len(todo), n*len(todo), len(wanted), 0, 0)
+    return [{**done[k], **about} for k in wanted]

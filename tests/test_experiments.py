@@ -247,3 +247,17 @@ def test_refusals_come_before_any_work(bad, monkeypatch, tmp_path):
     monkeypatch.setattr(E, 'rounds_of', lambda *a, **k: pytest.fail('work was begun'))
     with pytest.raises(Refused) as e: run_cases([Case({}, Setting(**SMALL)), Case({}, Setting(**SMALL | bad))], [0], tmp_path, **ABOUT)
     assert len(str(e.value).splitlines())==1 and not (tmp_path/'rows.jsonl').exists()
+
+def test_what_was_measured_is_kept_and_what_is_missing_measured_for_all_cases(tmp_path, monkeypatch):
+    cases = [Case(dict(alpha=a), Setting(**SMALL | dict(partition=dict(name='dirichlet', n_clients=10, alpha=a)))) for a in (.1, 1.)]
+    asked = []
+    def measure(seed): asked.append(seed); return [[[1, None, 'time', float(i+seed)]] for i in range(2)]
+    first = E.measured(cases, [0, 1], tmp_path, measure, **ABOUT)
+    assert [(r['seed'], r['cell']['alpha'], r['rows']) for r in first]==[(s, c.cell['alpha'], [[1, None, 'time', float(i+s)]]) for s in (0, 1) for i,c in enumerate(cases)]
+    assert E.measured(cases, [0, 1], tmp_path, measure, **ABOUT)==first==E.read(tmp_path/'rows.jsonl') and asked==[0, 1]
+    E.measured(cases, [1, 2], tmp_path, measure, **ABOUT); assert asked==[0, 1, 2]
+    with pytest.raises(ValueError): E.measured(cases, [3], tmp_path, lambda s: [[]], **ABOUT)
+    assert len(E.read(tmp_path/'rows.jsonl'))==6, 'a repetition is kept whole or not at all'
+    monkeypatch.setenv('FEDBOOK_RERUN', '0'); monkeypatch.setattr(Case, 'code', lambda self: '0'*16)
+    old = E.measured(cases, [0, 7], tmp_path, lambda s: pytest.fail('a measurement'), **ABOUT)
+    assert [r['older'] for r in old]==[True]*2 and [r['rows'] for r in old]==[r['rows'] for r in first[:2]]
