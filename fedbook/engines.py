@@ -407,7 +407,7 @@ def round_seconds(
 def smallest(
     fed:Federation, # The run, ready
 ) -> tuple[int, float]: # The size of a trial that the method accepts, and the seconds of a step on one client
-    "Double the trial until the method does not refuse it; raises its `Refused` where it refuses a whole client"
+    "Double the trial until the method accepts it; raises its `Refused` where it refuses a whole client"
     size = 1
     while True:
         one = trial(fed, 1, size)
