@@ -18,7 +18,7 @@ from pathlib import Path
 import json, os, platform, shutil, time
 import numpy as np, torch
 from tqdm.auto import tqdm
-import fedbook, fedbook.segmentation # The U-Nets join `MODELS`
+import fedbook, fedbook.segmentation, fedbook.tokens # Their networks join `MODELS`
 
 # %% ../nbs/01_foundations/50_experiments.ipynb #ccda47b4
 from . import data as datasets, partition as partitions, shifts

@@ -103,7 +103,6 @@ def check_values(
     given:dict, # Parameters of a notebook; `columns` holds some for each printed data set
 ):
     "Raise `Refused` for a data set or a model that is unknown, damaged or not to be had here"
-    import fedbook.tokens # adds its model to those that are known
     from fedbook.experiments import classifier, dataset
     images = given.get('data', 'fashion_mnist_mini')
     dataset(images)

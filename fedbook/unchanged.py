@@ -14,7 +14,7 @@ from pathlib import Path
 from tqdm.auto import tqdm
 
 # %% ../nbs/01_foundations/52_unchanged.ipynb #c1dac008
-import fedbook.chapters.normed, fedbook.experiments as experiments, fedbook.tokens
+import fedbook.chapters.normed, fedbook.experiments as experiments
 from .data import CATALOGUE, load
 from .errors import Refused, require
 from fedbook.experiments import (code_fingerprint, federation, is_user_model, Setting, stage_after,
