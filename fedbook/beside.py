@@ -41,7 +41,7 @@ def given(
 def label(
     m:FedAvg, # A method
 ) -> str: # E.g. 'FedProx, mu=1.0'
-    "What a method is called in a picture"
+    "The label of a method in a picture"
     return ', '.join([type(m).__name__, *(f'{k}={v}' for k,v in given(m).items())])
 
 # %% ../nbs/01_foundations/53_beside.ipynb #d9df1d0a
@@ -89,7 +89,7 @@ def draw_curves(ax, curves:list, color:str, label:str, ls:str='-'):
 
 # %% ../nbs/01_foundations/53_beside.ipynb #f93e4c55
 def draw_bytes(ax, sent:dict, looks:dict):
-    "Beside each other, what clients and what the server send"
+    "The bytes that clients and the server send, side by side"
     width = .8/len(sent)
     for i,(k,values) in enumerate(sent.items()):
         bars = ax.bar([x+(i-(len(sent)-1)/2)*width for x in (0, 1)], values, width, color=looks[k]['color'])
@@ -100,7 +100,7 @@ def draw_bytes(ax, sent:dict, looks:dict):
 
 # %% ../nbs/01_foundations/53_beside.ipynb #46f6666e
 def megabytes(rows:list, way:str) -> float: # Of a run, the mean over seeds
-    "What is sent in all rounds"
+    "The bytes that are sent in all rounds"
     return fmean(sum(v for *_,m,v in r if m==way) for r in rows)/1e6
 
 # %% ../nbs/01_foundations/53_beside.ipynb #5e05e648

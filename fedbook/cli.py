@@ -35,7 +35,7 @@ def cut(
 def longest(
     column:tuple, # Cells of one or several lines
 ) -> int: # Characters
-    "How wide a column would like to be"
+    "The width that a column needs"
     return max(len(l) for c in column for l in [*c.split('\n')])
 
 # %% ../nbs/01_foundations/62_cli.ipynb #6b0e72ae
@@ -43,7 +43,7 @@ def widths(
     rows:list[list[str]], # All rows, the header first
     room:int, # Characters for all columns
 ) -> list[int]: # One per column
-    "How wide each column is; the widest gives way until all fit"
+    "The width of each column; the widest is narrowed until all fit"
     wide = list(map(longest, zip(*rows)))
     words = [max((len(w) for t in c[1:] for w in t.split()), default=1) for c in zip(*rows)]
     for least in (words, [1]*len(wide)):
@@ -137,7 +137,7 @@ def assignment(
 def verdict(
     row:dict, # A line of claims.csv
 ) -> str: # E.g. 'intended  undecided: leans to yes, 3 seeds, about 16 needed'
-    "What became of a claim, with the variant or the condition where there is one"
+    "The verdict on a claim, with the variant or the condition where there is one"
     condition = '' if row.get('condition', '–')=='–' else f': {row["condition"]}'
     return '  '.join(filter(None, (row.get('variant'), row['verdict']+condition)))
 
@@ -209,7 +209,7 @@ def print_table(
     folder, # Its results
     all_:bool, # Every row?
 ):
-    "Claims, numbers, what to make of them, and where the rest is"
+    "Claims, numbers, a comment on them, and where the other files are"
     from fedbook.manifest import remark
     most = sys.maxsize if all_ else 20
     said,n = numbers((folder/'table.md').read_text(encoding='utf-8'), most)
@@ -370,6 +370,6 @@ def main(
     a = parser().parse_args(args)
     try: return a.run(a)
     except Refused as e: print(e, file=sys.stderr); return 2
-    # whoever read has seen enough
+    # the reader of the pipe has closed it
     except BrokenPipeError: os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()); return 0
     except KeyboardInterrupt: print('stopped; what is finished is kept', file=sys.stderr); return 130

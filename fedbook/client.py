@@ -28,7 +28,7 @@ def local_step(
     w:dict, # Its weights that train
     s:dict, # The optimiser's state
     batch:dict, # x [b, …] and y [b, …]
-    scale:float, # Of the learning rate
+    scale:float, # Factor on the learning rate
     whole:dict={}, # All its weights, where only some of them train
 ) -> tuple[dict, dict, Tensor]: # New weights, new state, the loss before the step
     "One step of local training; only the client's buffers are changed in place"
@@ -51,7 +51,7 @@ def begin_client(
     fed:Federation, # The run
     c:Client, # The client
 ) -> dict: # Weights, not to be changed in place
-    "Where local training begins; what the method keeps in mind becomes the client's memory"
+    "Where local training begins; what the method notes there becomes the client's memory"
     with draws(fed, c, 'start'): w,c.memory = fed.method.start(c)
     return leaves(channels_last, w)
 
@@ -61,7 +61,7 @@ def end_client(
     c:Client, # The client, its buffers as training left them
     w:dict, # Its weights after training
     states:dict, # The optimiser's state after each phase
-    losses:Tensor, # Of its steps, [steps]
+    losses:Tensor, # Losses of its steps, [steps]
 ) -> dict: # Its reply: message, memory, buffers, mean training loss, bytes received and sent
     "What remains of a round for the client when training is over"
     c.states,c.s,c.losses = states,states[c.phase],losses
@@ -69,7 +69,7 @@ def end_client(
     with draws(fed, c, 'finish'): message,memory = fed.method.finish(w, c)
     # buffers that stay local or are dropped are not sent
     travel = dict(buffers=c.buffers) if c.buffers and fed.protocol.buffers=='average' else {}
-    # a client with nothing to say sends nothing
+    # a client without a message sends nothing
     down,up = (nbytes({**m, **travel}) if m or travel else 0 for m in (c.message, message))
     return dict(message=message, memory=memory, buffers=c.buffers, loss=losses.mean().item(),
         down=down, up=up)
@@ -80,7 +80,7 @@ def trainable(
     phase:object, # A phase of it
     w:dict, # All weights of a client
 ) -> tuple[dict, dict]: # Those that train, and all of them where some do not
-    "What moves in a phase"
+    "The weights that change in a phase"
     names = method.trains(phase)
     return (part(w, *names), w) if names else (w, {})
 
@@ -106,7 +106,7 @@ def sees_features(method, c):
 # %% ../nbs/01_foundations/32_client.ipynb #9a1a0fe3
 @torch.no_grad()
 def on_features(c, w):
-    "A client whose samples are the features of its own"
+    "A client whose samples are replaced by their features"
     z = torch.cat([c.net.features(w, c.buffers, channels_last(c.prepare(x))) for x in c.x.split(250)])
     return replace(holding(c, z, c.y), net=head_of(c.net))
 
@@ -142,13 +142,13 @@ def one_by_one(
     ids:list, # The clients
     r:int, # Which round, from 0
     work=None, # Of a client, a function of run, state, client and round; `None`: its round
-) -> list: # What becomes of each, in the order of `ids`
+) -> list: # The reply of each, in the order of `ids`
     "The reference engine: one client after the other"
     return [(work or attempted)(fed, state, i, r) for i in ids]
 
 # %% ../nbs/01_foundations/32_client.ipynb #8c849769
 def attempted(fed, state, i, r):
-    "`client_round`, or what went wrong in it; what concerns all clients is raised"
+    "`client_round`, or the error in it; an error that concerns all clients is raised"
     try: return client_round(fed, state, i, r)
     except (Refused, MemoryError, torch.OutOfMemoryError): raise
     except Exception as e: return dict(error=f'{type(e).__name__}: {e}', traceback=traceback.format_exc())

@@ -36,7 +36,7 @@ def disk(
     radius:float, # In pixels
     smooth:float, # Standard deviation of the edge, in pixels
 ) -> np.ndarray: # [k, k], with the sum 1
-    "What a point becomes when it is out of focus"
+    "The disk that a point becomes when it is out of focus"
     from scipy.ndimage import correlate1d
     r = np.arange(-8, 9)
     k,g = (r[:,None]**2 + r**2 <= radius**2)*1.,np.exp(-np.arange(-1, 2)**2/(2*smooth**2))
@@ -173,7 +173,7 @@ EMBOSS = np.array([[-2,-1,0], [-1,1,1], [0,1,2]])[None]
 def gloss(
     drops:np.ndarray, # bool [n, h, w]
 ) -> np.ndarray: # [n, h, w], from 0 to 255
-    "How much each pixel of water shines"
+    "How bright each pixel of water is"
     from scipy.ndimage import binary_erosion, correlate, distance_transform_edt, uniform_filter
     def blurred(a): return np.round(uniform_filter(a, (0,3,3), mode='mirror'))
     edges = drops & ~binary_erosion(drops, np.ones((1,3,3)), border_value=1)
@@ -226,7 +226,7 @@ def each_image(
     f, # From a `PIL.Image` to one of the same size
     x:np.ndarray, # uint8 [n, h, w, c]
 ) -> np.ndarray: # uint8 [n, h, w, c]
-    "`f` of each image"
+    "`f` applied to each image"
     from PIL import Image
     return np.stack([np.asarray(f(Image.fromarray(i[...,0] if i.shape[2]==1 else i))).reshape(i.shape)
                      for i in x])
@@ -253,7 +253,7 @@ def taken_at(
     columns:np.ndarray, # The same for columns
     edge:str, # How scipy continues an image
 ) -> np.ndarray: # [n, h, w, c]
-    "Pixels between pixels, bilinear"
+    "Values at places between pixels, by bilinear interpolation"
     from scipy.ndimage import map_coordinates
     n = np.broadcast_to(np.arange(len(x))[:,None,None], rows.shape)
     return np.stack([map_coordinates(x[...,c], [n,rows,columns], order=1, mode=edge)
@@ -310,7 +310,7 @@ def corrupted(
     x:np.ndarray, # uint8 [n, h, w, c]
     rng:np.random.Generator, # Where the draws come from
     f, # One of the corruptions
-    constants, # Of one severity, a number or a tuple
+    constants, # Its strength at one severity, a number or a tuple
 ) -> np.ndarray: # uint8 [n, h, w, c]
     "Images under a corruption"
     return as_bytes(f(x, rng, *(constants if isinstance(constants, tuple) else (constants,))))

@@ -30,16 +30,16 @@ from .streams import stream
 # %% ../nbs/01_foundations/11_data.ipynb #f99ef363
 @dataclass(frozen=True)
 class Known:
-    "What is known of a data set before it is read"
-    image: tuple # (height, width), with 3 behind it where there is colour
+    "What is known about a data set before it is read"
+    image: tuple # (height, width), followed by 3 for images in colour
     n_train: int # Official number of training images
     n_test: int # Official number of test images
     n_classes: int # Labels are 0 … n_classes-1
     official: str|None # torchvision's class, `None` where it has none
-    origin: str = '' # What it is and whose, where nothing can download it
+    origin: str = '' # What it is and who made it, where it cannot be downloaded
     target: str = 'y' # Its targets are the arrays `train_…` and `test_…` of this name
-    cut: tuple|str|None = None # What a fifth of the images is cut by, see below; `None`: there is a test set
-    stand_in: str = 'fashion_mnist_mini' # What may take its place
+    cut: tuple|str|None = None # How a fifth becomes the test set, see below; `None`: there is one
+    stand_in: str = 'fashion_mnist_mini' # The data set that may take its place
 
     @property
     def embedded(self): return not (self.official or self.origin)
@@ -174,7 +174,7 @@ def as_targets(y:np.ndarray) -> Tensor:
 @dataclass(eq=False, repr=False)
 class Dataset:
     "Training and test images with their targets, in official order"
-    name: str # A name in `CATALOGUE`, or of the reader's own
+    name: str # A name in `CATALOGUE`, or one of your own
     train_x: np.ndarray # uint8 [n, h, w], or [n, h, w, 3] in colour
     train_y: np.ndarray # Classes int64 [n], labels float32 [n, m] with NaN where unknown, or masks [n, h, w]
     test_x: np.ndarray # The official test images; never trained on
@@ -261,7 +261,7 @@ def check_masks(what:str, y:np.ndarray, x:np.ndarray, n_classes:int):
 
 # %% ../nbs/01_foundations/11_data.ipynb #19684a6a
 def check_targets(kind:str, what:str, y:np.ndarray, x:np.ndarray, n_classes:int):
-    "Raise `Refused` unless `y` is what is to be predicted of the images `x`"
+    "Raise `Refused` unless `y` holds valid targets for the images `x`"
     if kind=='masks': check_masks(what, y, x, n_classes)
     else: dict(classes=check_labels, labels=check_multilabel)[kind](what, y, len(x), n_classes)
 
@@ -339,7 +339,7 @@ def stored(y:np.ndarray) -> np.ndarray: return y.astype({1: np.int64, 2: np.floa
 
 # %% ../nbs/01_foundations/11_data.ipynb #7c81e3c9
 def groups_in(arrays:dict) -> dict: # `groups` and `group_names`
-    "What else a file says of its images: pairs of arrays of one whole number per image"
+    "What else a file says about its images: pairs of arrays with one whole number per image"
     pairs = {k[6:]: (a, arrays[f'test_{k[6:]}']) for k,a in arrays.items()
         if k.startswith('train_') and k not in ARRAYS and f'test_{k[6:]}' in arrays}
     groups = {k: p for k,p in pairs.items() if all(a.ndim==1 and a.dtype.kind in 'iub' for a in p)}
@@ -396,7 +396,7 @@ def refusal(
     name:str, # A name in `CATALOGUE`
     e:Exception, # Why it could not be downloaded
 ) -> str:
-    "The sentence for a data set that is neither here nor to be had"
+    "The message for a data set that is not here and cannot be downloaded now"
     why,known = str(e).strip().splitlines()[-1:] or [type(e).__name__],CATALOGUE[name]
     return (f'There is no {cache_file(name)}, and {name} could not be downloaded ({why[0]}): '
         f'run `fedbook data fetch {name}` on a machine with a network and copy the file, '
@@ -416,7 +416,7 @@ def contents(known:Known) -> str:
 
 # %% ../nbs/01_foundations/11_data.ipynb #31d453fc
 def absent(name:str) -> str:
-    "The sentence for a data set that nothing can download"
+    "The message for a data set that cannot be downloaded at all"
     known = CATALOGUE[name]
     return (f'There is no {cache_file(name)}, and nothing can download it; it is {known.origin}: '
         f'put an .npz file of this name there with {contents(known)}, '
@@ -445,9 +445,9 @@ OWN = {} # Name to `Dataset`: what the reader has added in this process
 
 # %% ../nbs/01_foundations/11_data.ipynb #0fa14590
 def load(
-    name:str, # A name in `CATALOGUE`, or of a data set of the reader's own
+    name:str, # A name in `CATALOGUE`, or of a data set of your own
 ) -> Dataset:
-    """A data set of the reader's, from the package, from `data_dir()`, or from the network;
+    """A data set of your own, from the package, from `data_dir()`, or from the network;
     raises `Refused` where none has it"""
     if name in OWN: return OWN[name]
     path = fetch(choose(name, [*OWN, *CATALOGUE], 'data set'))

@@ -16,8 +16,8 @@ class Refused(ValueError):
 # %% ../nbs/01_foundations/appendix/00_errors.ipynb #e7effa22
 def nearest(
     name:str, # What was asked for
-    choices:Iterable[str], # What there is
-) -> str|None: # The most similar choice, `None` where nothing is alike
+    choices:Iterable[str], # The existing names
+) -> str|None: # The most similar choice, `None` where none is similar
     "The choice most like `name`, whatever its case"
     by_lower = {str(c).lower(): str(c) for c in choices}
     found = difflib.get_close_matches(str(name).lower(), by_lower, 1, cutoff=.4)

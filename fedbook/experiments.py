@@ -44,7 +44,7 @@ from .tasks import TASKS
 # %% ../nbs/01_foundations/50_experiments.ipynb #4b9c748d
 @dataclass(frozen=True)
 class Setting(Checked):
-    "One experiment but for its seed; raises `Refused` for anything unknown"
+    "One experiment without its seed; raises `Refused` for anything unknown"
     data: str # A data set's name
     # `name` and settings of `fedbook.models.build`
     model: dict = field(default_factory=lambda: dict(name='softmax'))
@@ -57,9 +57,9 @@ class Setting(Checked):
     local: dict = field(default_factory=dict)
     protocol: dict = field(default_factory=dict) # Settings of `Protocol`
     validation: float = setting(.1, 'share of the training data kept as validation part', low=0, high=.9)
-    # Score each client's model, too, on test images in its class shares or of its group? A number: on so many
+    # Score each client's model, too, on test images in its class shares or of its group? A number: how many
     personal: bool|int = False
-    # Share out the test set among the clients, too, and train on three quarters of what each one gets?
+    # Share out the test set, too, and train on three quarters of what each client gets?
     leaky: bool = False
     held: float = setting(0.,
         'share of each client\'s samples that it does not train on, to choose by', low=0, high=.9)
@@ -69,7 +69,7 @@ class Setting(Checked):
     shift: list = field(default_factory=list)
     # Settings of `fedbook.data.augmenter`; none: training images as they are
     augment: dict = field(default_factory=dict)
-    # Stages that follow, each a dict with `method` and where they differ `local` and `protocol`
+    # Stages that follow, each a dict with `method` and, where they differ, `local` and `protocol`
     after: list = field(default_factory=list)
 
     def __post_init__(self):
@@ -86,7 +86,7 @@ class Setting(Checked):
         return replace(self, after=self.after[:i])
 
     def stage(self, i:int) -> 'Setting': # 0 is the setting's own run
-        "The setting of a stage: what it does not name is as in the run before it"
+        "The setting of a stage: fields that it does not name are as in the run before it"
         if i==0: return self.until(0)
         before,new = self.stage(i-1),self.after[i-1]
         check_names(f'stage {i}', new, ['method','local','protocol'])
@@ -175,7 +175,7 @@ def network(
     seed:int, # Of the fresh weights
     device:str, # Where to compute
 ): # Training samples, test samples, the network to train, and the way from stored samples to its input
-    "What a federation trains, and on what"
+    "The network that a federation trains, and its data"
     d,model = dataset(s.data),json.dumps(s.model, sort_keys=True)
     m = classifier(s.data, model, seed, device)
     if s.frozen:
@@ -203,7 +203,7 @@ def resplit(
 
 # %% ../nbs/01_foundations/50_experiments.ipynb #d512730c
 def shared_out(s:Setting, d, where, seed:int): # A `fedbook.partition.Partition`
-    "Who holds which of the samples `where`"
+    "Which client holds which of the samples `where`"
     strata,groups = d.strata('train'),d.groups_of('train')
     if s.leaky:
         strata,groups = (np.concatenate([strata, d.strata('test')]),
@@ -222,7 +222,7 @@ def own_tests(s:Setting, d, parts, where, seed:int) -> list:
 
 # %% ../nbs/01_foundations/50_experiments.ipynb #d4ac3016
 def hold_out(clients:list, share:float, seed:int) -> tuple[list, list]:
-    "Positions that clients train on, and those held out; `None` for these where nothing is"
+    "Positions that clients train on, and those held out; `None` for these where nothing is held out"
     if not share: return clients,None
     parts = [[c[p] for p in datasets.split_validation(len(c), share, seed, 'held', i)]
         for i,c in enumerate(clients)]
@@ -280,7 +280,7 @@ def stage_after(
 ) -> Federation: # Ready to `run`
     "The run that goes on where another has ended"
     device = str(fed.data.x.device)
-    # with what the method before has added or frozen
+    # with the layers that the method before has added or frozen
     net = Net(fed.net.module, network(s, fed.seed, device)[2].frozen, device).at(
         state['server']['w'], state['buffers'])
     # another order of batches than in the first rounds
@@ -338,10 +338,10 @@ BESIDE = ('fedbook', *(f'fedbook.{m}' for m in ('sources','trace','workers','eng
 # %% ../nbs/01_foundations/50_experiments.ipynb #1a4d3ae9
 def code_fingerprint(
     name:str, # A method's name
-    *user_code, # The reader's own functions and classes that a setting names
+    *user_code, # Your own functions and classes that a setting names
 ) -> str: # 16 hexadecimal digits
     """A hash of the code that a method's numbers depend on, without its comments and docstrings;
-    raises `Refused` where it cannot be had"""
+    raises `Refused` where it cannot be found"""
     named = [*map(combined, name.split('+')), *user_code]
     tops = {getattr(o, '__module__', '').partition('.')[0] for o in named}
     used = Sources((*BESIDE, Setting, OPTIMISERS, SCHEDULES, TASKS), ('__main__', federation.__module__),
@@ -353,7 +353,7 @@ def code_fingerprint(
 def user_code(
     s:Setting, # An experiment
 ) -> list: # Functions and classes
-    "What a setting names that is not part of the package, and the methods of its later stages"
+    "The parts that a setting names from outside the package, and the methods of its later stages"
     stages = [s.stage(i) for i in range(len(s.after)+1)]
     registries = [(partitions.SCHEMES, s.partition), (datasets.AUGMENTERS, s.augment)]
     registries += [(shifts.SHIFTS, dict(name=k) if isinstance(k, str) else k) for k in s.shift]
@@ -375,7 +375,7 @@ def weights(
     data:str, # A data set's name
     model:str, # A setting's model as JSON
 ) -> list[str]: # One hash, or none
-    "What weights that come from elsewhere are recognised by"
+    "A hash that identifies weights from elsewhere"
     m = json.loads(model)
     if not (m.get('pretrained') or is_user_model(m)): return []
     whole = classifier(data, model, 0, 'cpu')
@@ -389,7 +389,7 @@ def equivalent_codes(
     code:str, # A fingerprint
     noted:dict=None, # `None`: what `UNCHANGED` holds
 ) -> list[str]: # This fingerprint first
-    "All code that computes the same as far as is known"
+    "All code that is known to compute the same"
     noted,found = json.loads(UNCHANGED.read_text()) if noted is None else noted,[code]
     for new in found: found += [old for old,now in noted.items() if now==new and old not in found]
     return found
@@ -400,21 +400,21 @@ class Case:
     "One cell of a table, and how to fill it"
     cell: dict # Its coordinates, e.g. dict(classes=5, epochs=4, rounds=8)
     setting: Setting # The experiment
-    variant: str = 'intended' # Whose behaviour this is
+    variant: str = 'intended' # Which version of the method: printed, released or intended
 
     def code(self) -> str: # 16 hexadecimal digits
         "The present code's fingerprint"
         return code_fingerprint(self.setting.method['name'], *user_code(self.setting))
 
     def fingerprint(self, seed:int, code:str=None) -> str: # 16 hexadecimal digits
-        "What a run of some code is recognised by, of the present code for `None`"
+        "The fingerprint of a run by some code, by the present code for `None`"
         s = self.setting
         d,w = dataset(s.data),weights(s.data, json.dumps(s.model, sort_keys=True))
         data = d.fingerprint_with(*sorted(d.groups)) if s.partition['name']=='natural' else d.fingerprint
         return fingerprint(s.given(), seed, [data, d.n_classes], code or self.code(), *w)
 
     def fingerprints(self, seed:int) -> list[str]: # The present code's first
-        "What finished runs that are as good as new are recognised by"
+        "The fingerprints of finished runs that are as good as new"
         return [self.fingerprint(seed, code) for code in equivalent_codes(self.code())]
 
 # %% ../nbs/01_foundations/50_experiments.ipynb #fe18529e
@@ -422,7 +422,7 @@ def run_case(
     case:Case, # The cell
     seeds:list[int], # One run for each, side by side; an engine that stacks clients stacks those of all
     device:str='cpu', # Where to compute
-    folder:Path=None, # Where checkpoints go, kept up to date after each round and taken up again
+    folder:Path=None, # Folder of the checkpoints, which are written after each round and resumed from
     engine:str='auto', # A name in `fedbook.engines.ENGINES`; `auto` takes the fastest
     around=lambda run: run, # What `stages_of` makes, to the same with further questions and rows
     **about, # The records' paper, table, profile and stand_in
@@ -444,7 +444,7 @@ def checkpoint(case:Case, seed:int, folder:Path, i:int) -> Path:
 
 # %% ../nbs/01_foundations/50_experiments.ipynb #04c0d29a
 def record(case:Case, seed:int, rows:list, **about) -> dict:
-    "What is kept of a run"
+    "The record that is kept of a run"
     s = case.setting
     total = {k: sum(r[3] for r in rows if r[2]==k) for k in ('bytes_up','bytes_down')}
     return dict(
@@ -457,7 +457,7 @@ def record(case:Case, seed:int, rows:list, **about) -> dict:
 def device_name(
     device:str, # 'cpu' or 'cuda'
 ) -> str: # E.g. '2 CPU cores (x86_64)'
-    "What computed, in words"
+    "The hardware, in words"
     if device=='cuda': return torch.cuda.get_device_name()
     return f'{cores()} CPU core{"s"*(cores()>1)} ({platform.machine()})'
 
@@ -547,7 +547,7 @@ def run_cases(
 ) -> list[dict]: # The records of all cases, in their order
     "Run what is not yet there; every finished run is kept at once, and of an unfinished one every round"
     path = Path(folder)/'rows.jsonl'
-    if engine != 'auto': named_engine(engine, device) # refuses what cannot run before any work
+    if engine != 'auto': named_engine(engine, device) # refuses cases that cannot run, before any work
     with locked(path, timeout=10):
         rows = read(path)
         wanted,done = stored(rows, cases, seeds)
@@ -569,13 +569,13 @@ def run_cases(
 
 # %% ../nbs/01_foundations/50_experiments.ipynb #8faf5501
 def without_running(
-    rows:list[dict], # All records there are
+    rows:list[dict], # All existing records
     wanted:dict, # Fingerprint to a case and a seed
     done:dict, # Fingerprint to the record of present code
     folder:Path, # Where progress.json goes
     about:dict, # The records' paper, table, profile and stand_in
 ) -> list[dict]: # Records; those of older code have `older` = True
-    "The runs there are, in order; says how many are of older code and how many are missing"
+    "The existing runs, in order; reports how many are of older code and how many are missing"
     old = {k: r for k,v in wanted.items() if k not in done and (r := newest(rows, *v))}
     missing = len(wanted)-len(done)-len(old)
     print(f'Nothing is run: {len(done)} of {len(wanted)} runs are of present code, '
@@ -606,7 +606,7 @@ def together(
 
 # %% ../nbs/01_foundations/50_experiments.ipynb #cc58789c
 def delete_checkpoint(case:Case, seed:int, folder:Path, i:int):
-    "Delete what a finished stage has left beside its records"
+    "Delete the files that a finished stage has left beside its records"
     file = checkpoint(case, seed, folder, i)
     file.unlink(missing_ok=True)
     shutil.rmtree(file.with_suffix('.memory'), ignore_errors=True)
@@ -637,7 +637,7 @@ def progress(
     expected:float, # Seconds expected at the start
     now:str='', # What runs, in words
 ):
-    "Tell whoever watches how far a table is"
+    "Note in a file how far a table is"
     about = dict(done=total-todo+n, total=total, left=round(left, 3), todo=todo,
         expected=round(expected, 3), now=now)
     with writing(Path(folder)/'progress.json') as part: part.write_text(json.dumps(about))

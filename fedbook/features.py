@@ -69,7 +69,7 @@ def cached_features(
     raises `Refused` for a damaged file or a folder without permission"""
     path = feature_file(x, module, key)
     if not path.exists():
-        # another process may be computing the same; and no work where its result could not be kept
+        # another process may be computing the same; and no work if its result could not be kept
         with locked(path, timeout=3600):
             if not path.exists():
                 z = extract(x, module, prepare, batch_size, device)

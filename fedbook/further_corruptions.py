@@ -133,7 +133,7 @@ def bent(
     columns:np.ndarray, # The same for columns
     edge:str='nearest', # How scipy continues an image
 ) -> np.ndarray: # [n, h, w, c]
-    "Pixels from elsewhere"
+    "Pixels taken from another place"
     return taken_at(x, *np.broadcast_arrays(rows, columns, np.empty(x.shape[:3]))[:2], edge)
 
 # %% ../nbs/01_foundations/16a_further_corruptions.ipynb #ccfb16f4
@@ -331,7 +331,7 @@ def caustic_refraction(x, rng, level):
 
 # %% ../nbs/01_foundations/16a_further_corruptions.ipynb #31e01770
 def without_bars(x, rows, columns):
-    "Pixels from elsewhere, and the old ones where that lies outside"
+    "Pixels taken from another place, and the old ones where that place is outside the image"
     inside = bent(np.ones((*x.shape[:3],1)), rows, columns, 'constant')
     return bent(x/255, rows, columns, 'constant') + (1-inside)*x/255
 

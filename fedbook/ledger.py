@@ -34,11 +34,11 @@ VARIANT = re.compile(r', ((?:intended|released)(?:, to all)?)(?=\W)')
 class Line:
     "One verdict: on a claim, or on a statement of a theory"
     experiment:Experiment # Which table or figure
-    folder:Path # Where its results are
+    folder:Path # The folder of its results
     claim:str # What the paper says
-    variant:str # In which reading it was tested; empty where there is one only
+    variant:str # The variant in which it was tested; empty where there is only one
     verdict:str # E.g. 'undecided: leans to yes, 3 seeds, about 16 needed'
-    rest:dict # What else its file says: printed numbers, weakest pair, condition
+    rest:dict # The other columns of its file: printed numbers, weakest pair, condition
 
     @property
     def theory(self): return 'where' in self.rest # A statement, proved or refuted
@@ -61,7 +61,7 @@ def line(
 def ledger(
     figures:Path, # The folder of all results
 ) -> list[Line]: # In the manifest's order
-    "All verdicts there are"
+    "All verdicts of the book"
     found = [(e, f) for e in experiments().values() if (f := evidence(e, figures))]
     def rows(f):
         with (f/'claims.csv').open(encoding='utf-8', newline='') as s: return list(csv.DictReader(s))
@@ -74,7 +74,7 @@ WORDS = ('holds','fails','undecided','of older code')
 def word(
     verdicts:list[str], # On one claim, one per variant
 ) -> str: # One of `WORDS`
-    "What becomes of a claim in all its variants together"
+    "The verdict on a claim from all its variants together"
     each = {next((w for w in WORDS if v.startswith(w)), 'undecided') for v in verdicts}
     return 'of older code' if 'of older code' in each else each.pop() if len(each)==1 else 'undecided'
 
@@ -91,7 +91,7 @@ def tally(
 def theorems(
     lines:list[Line], # Verdicts
 ) -> Counter: # Verdict to the number of statements
-    "What becomes of the statements of a theory"
+    "The verdicts on the statements of a theory"
     return Counter(l.verdict for l in lines if l.theory)
 
 # %% ../nbs/01_foundations/56_ledger.ipynb #aa85c73e

@@ -23,13 +23,13 @@ IN_RAM = 2**26 # Bytes of all rows together that are not mapped from files
 
 # %% ../nbs/01_foundations/appendix/06_memory.ipynb #253ba822
 def reserve(f, n:int):
-    "Make a file as long as `n` bytes at least"
+    "Make a file at least `n` bytes long"
     if hasattr(os, 'posix_fallocate'): os.posix_fallocate(f.fileno(), 0, n)
     else: f.truncate(max(n, f.tell()))
 
 # %% ../nbs/01_foundations/appendix/06_memory.ipynb #d8328610
 def mapped(
-    path:Path, # A file, made or lengthened where need be
+    path:Path, # A file, made or lengthened if necessary
     shape:tuple, # Of the tensor
     dtype:torch.dtype, # Its type
 ) -> Tensor: # Its values are those of the file, zero where that is new
@@ -42,7 +42,7 @@ def mapped(
 
 # %% ../nbs/01_foundations/appendix/06_memory.ipynb #25dd799a
 class Row:
-    "A place in a stack, free again when nobody refers to it"
+    "A place in a stack, free again when nothing refers to it"
     __slots__ = 'stack','at'
     def __init__(self, stack, at): self.stack,self.at = stack,at
     def __del__(self): self.stack.free.append(self.at)
@@ -62,7 +62,7 @@ class Stack:
         self.length,self.free,self.row_bytes = 0,[],size(like)
 
     def grow(self, length:int, in_files:bool=False):
-        "Make room for so many rows in all; what is in files stays there"
+        "Make room for a total number of rows; rows in files stay there"
         if in_files and not self.folder:
             self.temporary = tempfile.TemporaryDirectory(prefix='fedbook-')
             self.folder = Path(self.temporary.name)
@@ -103,7 +103,7 @@ def places(rows:list[Row]) -> Tensor: return torch.tensor([row.at for row in row
 
 # %% ../nbs/01_foundations/appendix/06_memory.ipynb #89a58035
 def kind(tree:dict) -> tuple:
-    "What trees in one stack have in common: names in their order, shapes and types"
+    "The form that trees in one stack share: names in their order, shapes and types"
     return tuple((k, kind(v) if isinstance(v, dict) else (v.shape, v.dtype)) for k,v in tree.items())
 
 # %% ../nbs/01_foundations/appendix/06_memory.ipynb #c443a463
@@ -117,7 +117,7 @@ class Memory(Mapping):
     def __iter__(self): return iter(self.rows)
     def __getitem__(self, client): return self.rows[client].stack.pick([self.rows[client]])[0]
 
-    def of(self, clients:list) -> list: # `None` for who keeps nothing yet
+    def of(self, clients:list) -> list: # `None` for a client that keeps nothing yet
         "What several clients keep, side by side where it is alike"
         found = {}
         for stack,some in grouped((self.rows[c].stack, c) for c in clients if c in self.rows):
@@ -126,7 +126,7 @@ class Memory(Mapping):
 
     def after(self, new:dict) -> 'Memory': # Client to a tree
         "The memory with some clients' trees replaced"
-        # nobody keeps such a tree any more
+        # no client keeps such a tree any more
         for k in [k for k,s in self.stacks.items() if len(s.free)==s.length]: del self.stacks[k]
         put = {}
         for k,some in grouped((kind(tree), c) for c,tree in new.items()):
@@ -136,7 +136,7 @@ class Memory(Mapping):
         return Memory(self.folder, self.stacks, {**self.rows, **{c: put[c] for c in new}})
 
 # %% ../nbs/01_foundations/appendix/06_memory.ipynb #dfc0378b
-def recalled(memory:Mapping, clients:list) -> list: # `None` for who keeps nothing yet
+def recalled(memory:Mapping, clients:list) -> list: # `None` for a client that keeps nothing yet
     "What several clients keep, by a `Memory` or a plain dict"
     return memory.of(clients) if isinstance(memory, Memory) else [memory.get(c) for c in clients]
 
@@ -149,8 +149,8 @@ def grouped(pairs): # of (key, value)
 # %% ../nbs/01_foundations/appendix/06_memory.ipynb #d4b6f284
 def make_room(
     stacks:dict, # By kind
-    k:tuple, # Which of them will be put into
-    n:int, # So many rows
+    k:tuple, # Which of them will receive rows
+    n:int, # How many rows
 ):
     "Let a stack grow where it has fewer free rows, in files where RAM would hold more than `IN_RAM`"
     stack,need = stacks[k],stacks[k].length-len(stacks[k].free)+n

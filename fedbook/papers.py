@@ -16,7 +16,7 @@ from .tables import markdown, Table
 def asset(
     name:str, # A .toml file of the package
 ) -> dict: # Its content
-    "Read a file of transcribed facts"
+    "Read a file of transcribed numbers and facts"
     return tomllib.loads((Path(__file__).parent/'assets'/name).read_text(encoding='utf-8'))
 
 # %% ../nbs/01_foundations/41_papers.ipynb #a0d206a1

@@ -20,7 +20,7 @@ from .results import append, read
 
 # %% ../nbs/01_foundations/61_queue.ipynb #a808a4a3
 def home() -> Path: # .queue beside nbs/, which git ignores
-    "Where the queue keeps its checkout, its state and what its tables say"
+    "Where the queue keeps its checkout, its state and the output of its tables"
     return root()/'.queue'
 
 # %% ../nbs/01_foundations/61_queue.ipynb #eb370ae8
@@ -46,7 +46,7 @@ def order(
     ids:list[str]=(), # Tables and figures; empty for all
     profile:str='overnight', # Which runs
 ) -> list[str]: # Ids, the most telling hour first
-    "The tables that have the profile; raises `Refused` for one that has not, and where none has"
+    "The tables that have the profile; raises `Refused` for one that lacks it, and where none has it"
     first = tomllib.loads((Path(fedbook.__file__).parent/'assets'/'queue.toml').read_text())['first']
     choose(profile, PROFILES, 'profile')
     for i in ids: experiment(i).parameters(profile)
@@ -133,10 +133,10 @@ def each(pid:int, what:str):
 # %% ../nbs/01_foundations/61_queue.ipynb #b1ce5969
 def follow(
     running, # A process
-    rests:Path, # A file that is there as long as it shall rest
-    every:float=.5, # Seconds between two looks
+    rests:Path, # A file that exists as long as it should pause
+    every:float=.5, # Seconds between two checks
 ) -> int: # Its exit code
-    "Wait for a table, and let it rest when it is asked to"
+    "Wait for a table, and pause it when asked to"
     resting = False
     try:
         while running.poll() is None:
@@ -200,7 +200,7 @@ def collect(
 
 # %% ../nbs/01_foundations/61_queue.ipynb #5d868d0e
 def replace(there:Path, here:Path):
-    "Take over what a finished table has made, but for its rows"
+    "Take over the files of a finished table, except its rows"
     for f in there.iterdir():
         if (not f.is_file() or f.name in ('rows.jsonl','progress.json') or f.name.startswith('.')
             or f.suffix in ('.lock','.holder')): continue
@@ -209,7 +209,7 @@ def replace(there:Path, here:Path):
 
 # %% ../nbs/01_foundations/61_queue.ipynb #441a29d2
 def pause() -> str:
-    "Let the running table rest"
+    "Pause the running table"
     home().mkdir(exist_ok=True); (home()/'rests').touch()
     time.sleep(1 if alive(load()['pid']) else 0)
     return 'The queue rests until: fedbook queue continue'
@@ -223,7 +223,7 @@ def go_on() -> str:
 # %% ../nbs/01_foundations/61_queue.ipynb #c08b5386
 def stop() -> str:
     """End the queue, and fetch what it has finished;
-    an unfinished run goes on from its last round at the next start"""
+    an unfinished run resumes from its last round at the next start"""
     pid = load()['pid']
     if alive(pid): each(pid, 'kill')
     return f'The queue has ended; {collect()}.'
@@ -249,7 +249,7 @@ def status() -> list[str]: # Lines
 
 # %% ../nbs/01_foundations/61_queue.ipynb #55077050
 def place(id:str, profile:str) -> str: # 'waiting' or 'running', for `fedbook list`
-    "What the queue does about a table; empty where it does nothing, or does not work any more"
+    "What the queue does with a table; empty where it does nothing, or no longer works"
     about = load()
     mine = [e.state for e in about['entries'] if (e.id, e.profile)==(id, profile)]
     return mine[0] if mine and mine[0] in ('waiting','running') and alive(about['pid']) else ''

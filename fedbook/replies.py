@@ -30,7 +30,7 @@ def form(
     sent:dict, # What the server had sent to it
     ragged:tuple, # Parts whose length differs between clients
 ) -> tuple|None: # `None` where it is no tree of tensors
-    "What a message is like: which parts are like those sent, and names, shapes and types of the others"
+    "The form of a message: which parts are like those sent, and names, shapes and types of the others"
     def of(k, v):
         if k in ragged: return 'ragged' if isinstance(v, dict) else (v.shape[1:], v.dtype)
         mine = kind({k: v})
@@ -42,7 +42,7 @@ def form(
 def outvoted(
     forms:dict, # Client to its message's form
 ) -> tuple[list, object]: # Those whose form is not the accepted one, and that; `None` where there is none
-    "Who sends something other than most"
+    "Clients whose message differs from that of most"
     votes = Counter(f for f in forms.values() if f is not None)
     def rank(f): return votes[f],sum(p[1]=='as sent' for p in f)
     best = sorted(votes, key=rank, reverse=True)[:2]
@@ -73,8 +73,8 @@ def usable(
     replies:dict, # Client to its reply
     r:int, # Which round, from 0
 ) -> dict: # Client to its reply
-    """The replies of clients that did not fail, have a finite loss and agree on what a message is;
-    raises what all clients raised alike"""
+    """The replies of clients that did not fail, have a finite loss and agree on the form of a message;
+    if all raised the same error, raises it"""
     failed = {i: a for i,a in replies.items() if 'error' in a}
     if len(failed) > 1 and len(failed)==len(replies) and len({a['error'] for a in failed.values()})==1:
         raise RuntimeError(f'No client of round {r+1} could train; all failed alike: '
@@ -110,7 +110,7 @@ def agreeing(fed, state, replies, r):
     return {i: a for i,a in replies.items() if i not in wrong}
 
 # %% ../nbs/01_foundations/33_replies.ipynb #d112f709
-def finite(*trees:dict) -> bool: # Sums overflow only where numbers are near it
+def finite(*trees:dict) -> bool: # A sum overflows only where the numbers are near the limit
     "Are all numbers of some trees finite?"
     sums = [t.sum() for tree in trees for t in flatten(tree).values() if t.is_floating_point()]
     return not sums or bool(torch.stack([s.float() for s in sums]).isfinite().all())

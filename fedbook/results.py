@@ -42,8 +42,8 @@ FIELDS = dict(
 
 # %% ../nbs/01_foundations/40_results.ipynb #c5944087
 def plain(
-    o, # A value made of dicts, lists, numbers and text; NumPy and PyTorch scalars are welcome
-): # The same as JSON knows it
+    o, # A value made of dicts, lists, numbers and text; NumPy and PyTorch scalars are allowed
+): # The same in JSON's types
     "`o` with scalars as Python numbers and `None` for whatever is not finite"
     if isinstance(o, dict): return {str(k): plain(v) for k,v in o.items()}
     if isinstance(o, (list,tuple)): return [plain(v) for v in o]
@@ -173,7 +173,7 @@ def on_data(
     printed:str, # A data set's name in the paper
     records:list[dict], # Runs, all on one data set
 ) -> str: # E.g. 'fashion_mnist for CIFAR-10'
-    "What a picture calls its data: what stands in comes first"
+    "The data's name in a picture: the stand-in comes first"
     used, = {r['data'] for r in records}
     same = re.sub(r'\W|_', '', used).lower()==re.sub(r'\W', '', printed).lower()
     return printed if same else f'{used} for {printed}'
@@ -192,7 +192,7 @@ def stand_ins(
 def centre(
     values, # One number per seed; or an array, the seeds along its last axis
 ) -> tuple: # mean, its standard error (0 for a single value), number of seeds
-    "What is known of a mean over seeds"
+    "What is known about a mean over seeds"
     x = np.sort(np.asarray(values, float), axis=-1)
     above,n = x-x[...,:1],x.shape[-1]
     return x[...,0]+above.mean(-1), above.std(-1, ddof=min(1, n-1))/n**.5, n
@@ -258,7 +258,7 @@ def curve_of(
 # %% ../nbs/01_foundations/40_results.ipynb #8e35124e
 def forgetting(
     record:dict, # A run
-    metric:str='class_accuracy', # Of the parts of a group, a row each
+    metric:str='class_accuracy', # Metric of the parts of a group, a row each
     # Round, from the second that was scored on, to what was lost in it; and the area under that curve
 ) -> tuple[dict, float]:
     """The mean over the parts scored in both rounds of the positive part of each drop of `metric` since the
@@ -278,7 +278,7 @@ ROUNDS = ['last', 'validation']
 def main_metric(
     records:list[dict], # Runs
 ) -> str: # E.g. 'accuracy'
-    "The metric by which a round of `records` is chosen, and by which a guess shows"
+    "The metric by which a round of `records` is chosen, and which reveals a guess"
     return main_of({m for r in records for _,_,m,_ in r['rows']})
 
 # %% ../nbs/01_foundations/40_results.ipynb #0462fb75
@@ -294,7 +294,7 @@ def best_round(
 # %% ../nbs/01_foundations/40_results.ipynb #4e1f3b8a
 def sign_of(
     metric:str, # Its name
-    better:str=None, # 'higher' or 'lower'; `None`: what is known of the metric
+    better:str=None, # 'higher' or 'lower'; `None`: as usual for the metric
 ) -> int: # 1 where higher is better, else -1
     "The sign of a difference A − B where A is better"
     return choose(better or metric_of(metric).better, dict(higher=1, lower=-1), 'direction')
@@ -341,7 +341,7 @@ def chance_level(
 def at_chance(
     runs:list[dict], # The runs of one cell
     at:str='last', # The round: 'last' or 'validation'
-    above:float=0., # By how much chance may be exceeded
+    above:float=0., # By how much a guess may be exceeded
 ) -> bool: # `False` where it cannot be known
     "Is the main metric of `runs`, their mean, no better than a guess?"
     found = [value_of(r, main_metric(runs), at) for r in runs]
@@ -438,7 +438,7 @@ def coordinate(
     record:dict, # A run
     name:str, # A coordinate of its cell, or a field
 ): # Its value; `None` where the run has no such coordinate
-    "Where a run stands along `name`"
+    "The value of a run's coordinate or field `name`"
     return record['cell'].get(name, record.get(name))
 
 # %% ../nbs/01_foundations/40_results.ipynb #9dd13b30
@@ -507,7 +507,7 @@ def comparison(
     groups,by_cell = grouped(records, keys),{tuple(c.get(k) for k in index): c for c in cells}
     kinds = dict.fromkeys(g[len(index):] for g in groups) or [()]
     places = dict.fromkeys([c+k for c,k in product(by_cell, kinds)] + list(groups))
-    # NaN in the frame would be no equal of itself
+    # NaN in the frame would not equal itself
     rows = [['–' if k is None else k for k in p]
         + compare_cell(groups.get(p, {}), by_cell.get(p[:len(index)], {}), m, at)
         for p,m in product(places, metrics)]
@@ -572,7 +572,7 @@ class Paired:
 
     @classmethod
     def of(cls, gaps:dict, sign:int):
-        "From the differences of seeds, and the sign of one where A is better"
+        "From the differences of seeds, and the sign of a difference in favour of A"
         d = np.array([*gaps.values()])
         return cls(gaps, *(interval(d) if np.isfinite(d).all() else (math.nan, None, None)),
             float(p_value(sign*d)))
@@ -583,7 +583,7 @@ def paired(
     a:dict, # What A has in common, e.g. `dict(classes=50, method='fedavg')`: coordinates or fields
     b:dict, # The same for B
     metric:str, # Which metric
-    better:str=None, # 'higher' or 'lower'; `None`: what is known of the metric
+    better:str=None, # 'higher' or 'lower'; `None`: as usual for the metric
     at:str='last', # The round: 'last' or 'validation'
     times:float=1., # By what A is multiplied first
 ) -> Paired:
@@ -610,7 +610,7 @@ def select(
 def settle(
     figure, # A matplotlib figure, changed in place
 ):
-    "Look up the palette's colours that lines have by name, and keep the places that a layout finds"
+    "Look up the palette's colours that lines have by name, and fix the positions that the layout found"
     from matplotlib.colors import to_hex
     from matplotlib.lines import Line2D
     for line in figure.findobj(Line2D):
@@ -678,7 +678,7 @@ def save_outputs(
     table:Table, # Usually a `Comparison`
     figure=None, # A matplotlib figure
     provenance:dict=None, # Added to what the table knows of its runs
-    claims:Table=None, # What becomes of the paper's claims
+    claims:Table=None, # The verdicts on the paper's claims
 ) -> list[Path]: # The files
     """Write table.md, table.html, numbers.csv, provenance.json, with claims claims.md and claims.csv, and
     with a figure figure.svg and figure.png"""

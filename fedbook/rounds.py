@@ -23,8 +23,8 @@ from .wire import nbytes
 
 # %% ../nbs/01_foundations/35_rounds.ipynb #f76b1df4
 def sample_clients(
-    n:int, # Clients there are
-    m:int, # Clients a round
+    n:int, # Number of all clients
+    m:int, # Clients per round
     seed:int, # The run's seed
     round:int, # From 0
     replace:bool=False, # With replacement?
@@ -86,7 +86,7 @@ def aggregated(
         if spoilt else {}, r)
 
 # %% ../nbs/01_foundations/35_rounds.ipynb #1e720b34
-CLIENTS_AT_ONCE = 10 # Clients whose memories are in hand at a time
+CLIENTS_AT_ONCE = 10 # Clients whose memories are loaded at a time
 
 # %% ../nbs/01_foundations/35_rounds.ipynb #b1523b74
 def notify_others(
@@ -96,7 +96,7 @@ def notify_others(
     r:int, # Which round, from 0
     memory:Memory, # After the round, of those with a part in it
 ) -> tuple[Memory, int]: # The same of all clients, and the bytes sent
-    "What clients without a part in a round keep of it; nothing is sent to them by most methods"
+    "What clients that take no part in a round keep of it; most methods send them nothing"
     if is_default(fed.method, 'receive'): return memory,0
     def heard(c):
         with draws(fed, c, 'receive'): return fed.method.receive(c)
@@ -115,7 +115,7 @@ def server_round(
     replies:list, # One per client in `times`
     r:int, # Which round, from 0
 ) -> tuple[dict, list]: # The next state, and rows [round, client, metric, value]
-    "What the server makes of a round's replies"
+    "The server's work on a round's replies"
     replies = dict(zip(times, replies))
     new,good = aggregated(fed, state, times, usable(fed, state, replies, r), r)
     memory,down = notify_others(fed, state, good, r,
@@ -157,12 +157,12 @@ def scores_of(
 # %% ../nbs/01_foundations/35_rounds.ipynb #7059872b
 def rounds_of(
     fed:Federation, # The run
-    checkpoint:Path=None, # A .safetensors file that is written after each round and taken up again
+    checkpoint:Path=None, # A .safetensors file, written after each round, to resume from
     on_round=lambda r: None, # Told the number of rounds done
     # Yields (run, state, clients, round, work), takes each client's answer; in the end it returns the last
     # state, and rows [round, client, metric, value]
 ):
-    """All rounds of a run, as questions; personal models are scored after the last, and between as the
+    """All rounds of a run, as questions; personal models are scored after the last, and in between as the
     protocol says"""
     checkpoint = checkpoint and Path(checkpoint)
     run,fed = checkpoint and identity(fed),ready(fed)
@@ -185,7 +185,7 @@ def run_in_lockstep(
     runs:list, # Of `rounds_of`
     answer, # From a list of questions to a list of their answers
 ) -> list: # What each of them returns
-    "Let runs go side by side: whatever is asked at a time is answered together"
+    "Run several runs side by side: questions asked at the same time are answered together"
     asked,ends = {},[None]*len(runs)
     def advance(k, replies):
         try: asked[k] = runs[k].send(replies)
@@ -199,7 +199,7 @@ def run_in_lockstep(
 # %% ../nbs/01_foundations/35_rounds.ipynb #7e763092
 def alike(asked:dict) -> list:
     """Runs that ask for the same work by the same method;
-    others may be in another stage, or have come to their scores"""
+    others may be in another stage, or at their scores"""
     groups = {}
     for k,(fed,*_,work) in asked.items():
         groups.setdefault((repr(fed.method), repr(fed.local), work), []).append(k)
@@ -208,7 +208,7 @@ def alike(asked:dict) -> list:
 # %% ../nbs/01_foundations/35_rounds.ipynb #0a0ee179
 def run(
     fed:Federation, # The run
-    checkpoint:Path=None, # A .safetensors file that is written after each round and taken up again
+    checkpoint:Path=None, # A .safetensors file, written after each round, to resume from
     engine=one_by_one, # How to go through the clients
     on_round=lambda r: None, # Told the number of rounds done
 ) -> tuple[dict, list]: # The last state, and rows [round, client, metric, value]
@@ -225,7 +225,7 @@ def resume(
     fresh:dict, # The state of `begin`
     run:str, # The `identity` of the run that wants it
 ) -> tuple[dict, list, int]: # The state, the rows so far, the rounds done
-    "Take a run up again; raises `Refused` for a file that cannot be read, or that another run wrote"
+    "Resume a run; raises `Refused` for a file that cannot be read, or that another run wrote"
     try:
         state,notes = load(checkpoint, next(iter(flatten(fresh['server']).values())).device)
         if notes['run']!=run: raise Other

@@ -17,8 +17,8 @@ from .tasks import dice, hausdorff
 
 # %% ../nbs/01_foundations/18_segmentation.ipynb #715615c9
 def level(
-    c_in:int, # Maps that come in
-    c_out:int, # Maps that go out
+    c_in:int, # Input maps
+    c_out:int, # Output maps
     dims:int=2, # 3 for volumes
 ) -> nn.Sequential:
     """Twice: a convolution of 3 pixels a side, normalisation in four groups (or one, where four do not
@@ -29,7 +29,7 @@ def level(
 
 # %% ../nbs/01_foundations/18_segmentation.ipynb #8c40a2c7
 class UNetBody(nn.Module):
-    "From images to features of each pixel"
+    "From images to features for each pixel"
     def __init__(self,
         in_channels:int, # 1 for grey, 3 for colour
         channels:tuple[int,...], # Maps of each level
@@ -123,7 +123,7 @@ def drawn_tumours(
     hospitals:int=6, # With a brightness each
     seed:int=0, # Of the drawing
 ) -> Dataset: # With the group `hospital`; `fedbook.data.load` finds it from now on in this process
-    "Slices with masks, none of a real patient"
+    "Drawn slices with masks; no real patient"
     who = [np.arange(n)%hospitals for n in (n_train, n_test)]
     drawn = [[drawn_tumour(stream(seed, 'tumour', part, i), size, .3+.3*h/max(hospitals-1, 1))
               for i,h in enumerate(hs)] for part,hs in enumerate(who)]
@@ -153,7 +153,7 @@ def reduced(
 class Volumes(Dataset):
     "Volumes uint8 [n, d, h, w] with masks of the same shape"
     kind = 'masks'
-    _repr_html_ = None # Its pictures are of images
+    _repr_html_ = None # The pictures of `Dataset` are for images
     def images(self, split:str, device:str='cpu'): # uint8 [n, 1, d, h, w]
         return torch.tensor(self._part(split, 'x'))[:,None].to(device)
     def __repr__(self):
@@ -201,7 +201,7 @@ def drawn_volumes(
     hospitals:int=4, # With a brightness each
     seed:int=0, # Of the drawing
 ) -> Volumes: # With the group `hospital`; `fedbook.data.load` finds it from now on in this process
-    "Volumes with masks, none of a real patient"
+    "Drawn volumes with masks; no real patient"
     who = [np.arange(n)%hospitals for n in (n_train, n_test)]
     drawn = [[drawn_volume(stream(seed, 'volume', part, i), (depth, size, size), .3+.3*h/max(hospitals-1, 1))
               for i,h in enumerate(hs)] for part,hs in enumerate(who)]

@@ -36,7 +36,7 @@ def corruption(
 # %% ../nbs/01_foundations/16b_shifts.ipynb #d2c5cd31
 def label_flip(
     pairs:list, # Pairs of classes that are swapped
-    share:float=1., # Share of their samples that is
+    share:float=1., # Share of their samples that is swapped
 ): # A shift
     "Swapped classes"
     flat = [c for p in pairs for c in p]
@@ -51,9 +51,9 @@ def label_flip(
 
 # %% ../nbs/01_foundations/16b_shifts.ipynb #ee7ed6f3
 def rotate(
-    angle:float, # In degrees, against the clock
+    angle:float, # In degrees, anticlockwise
 ): # A shift
-    "Images turned about their middle, black where nothing is"
+    "Images turned about their middle, and black beyond their old edges"
     require(isinstance(angle, (int,float)) and math.isfinite(angle),
             f'The angle of a rotation must be a number of degrees, not {angle!r}.')
     from fedbook.compat import vision
@@ -92,9 +92,9 @@ def check_spurious(y, a, n_clients:int):
 def spurious(
     y:np.ndarray, # Classes 0 or 1, [n]
     a:np.ndarray, # A property 0 or 1, [n], e.g. a patient's sex
-    share:float=.9, # Of a client's samples of a class, how many have the property that goes with it there
+    share:float=.9, # Share of a client's samples of a class that have the property which goes with it there
     n_clients:int=2, # An even number
-    seed:int=0, # Decides who gets which
+    seed:int=0, # Decides which client gets which
 ) -> np.ndarray: # [n], the number of each sample's client, -1 where nobody gets it
     "Clients at which a property goes with the class, with the other one at every other client"
     check_spurious(y, a, n_clients)
@@ -112,7 +112,7 @@ def with_spurious(
     attribute:str, # One of its groups, with two values
     name:str, # What to call the result
     share:float=.9, n_clients:int=2, seed:int=0, # As in `spurious`
-) -> Dataset: # `load(name)` finds it in this process; its group `client` is who holds what
+) -> Dataset: # `load(name)` finds it in this process; its group `client` says which client holds what
     "The samples of a data set that clients with a spurious attribute hold"
     parts = [(d.train_x, d.train_y), (d.test_x, d.test_y)]
     owners = [spurious(y, d.group(attribute)[j], share, n_clients, seed) for j,(_,y) in enumerate(parts)]
@@ -145,7 +145,7 @@ def named(
 def for_clients(
     shifts:list, # Names, or dicts of `name` and settings
     n:int, # Number of clients
-    seed:int=0, # Decides who gets which
+    seed:int=0, # Decides which client gets which
 ) -> list: # [n], an entry of `shifts` for each client
     "Shifts dealt out to clients"
     require(isinstance(shifts, (list,tuple)) and len(shifts) > 0,

@@ -82,10 +82,10 @@ def counts(
     module:str, # A full name
     ours:frozenset=frozenset({'fedbook'}), # Packages that count although they are installed
 ) -> bool: # Whether its source is to be followed
-    "Whether a module is fedbook's or the reader's own"
+    "Whether a module is fedbook's or your own"
     top = module.partition('.')[0]
     if top in sys.stdlib_module_names: return False
-    # the top first: finding a module loads what lies above it
+    # the top first: finding a module loads the packages above it
     if top not in ours and any(installed(located(m)) for m in (top, module)): return False
     return located(module).endswith('.py')
 
@@ -140,12 +140,12 @@ def alike(
     a:type, # A class
     b:type, # Another
 ) -> bool: # Whether their sources are the same
-    "Do two classes say the same?"
+    "Are two classes defined by the same source?"
     def said(c):
         return [p.__name__ for p in c.__bases__],{k: text(v, f'{c.__name__}.{k}')
             if isinstance(v, FunctionType) else repr(v) for k,v in parts(c).items()}
     try: return said(a)==said(b)
-    except Refused: return False # whose source is not to be had is like no other
+    except Refused: return False # a class without source is like no other
 
 # %% ../nbs/01_foundations/appendix/07_sources.ipynb #fdebc969
 @dataclass
@@ -173,7 +173,7 @@ class Sources:
             self.seen.append(o)
             if o.__module__ in self.apart: self.piece(o, name)
             else: self.module(o.__module__)
-        # what else has a name is compiled, and installed
+        # anything else with a name is compiled, and installed
         elif isinstance(o, MethodType) or not hasattr(o, '__name__'): self.value(o, name)
 
     def piece(self, o, name:str):
@@ -190,7 +190,7 @@ class Sources:
             self.add(v, f'{name}: {k}')
 
     def value(self, o, name:str):
-        "Add a number, a text, or what is made of them"
+        "Add a number, a text, or a collection of them"
         if isinstance(o, partial): o = [o.func, o.args, o.keywords]
         if isinstance(o, dict): o = [list(o), *o.values()]
         if isinstance(o, (set,frozenset)): o = sorted(o, key=repr)

@@ -33,7 +33,7 @@ class seeded:
     def __init__(self,
         seed:int, # The run's seed
         *where, # The draw's name
-        device:str='cpu', # The device whose generator is lent as well
+        device:str='cpu', # The device whose generator is used in the same way
     ):
         self.name,self.own,self.lent = (seed, *where),None,[torch.default_generator]
         if str(device) != 'cpu': self.lent.append(torch.cuda.default_generators[torch.cuda.current_device()])

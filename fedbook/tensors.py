@@ -47,7 +47,7 @@ def squared_distance(
 # %% ../nbs/01_foundations/appendix/03_tensors.ipynb #ca349584
 def gradient(
     f, # From a dict of tensors to a scalar
-    w:dict, # Where
+    w:dict, # Where the gradient is taken
 ) -> tuple[dict, Tensor]: # The gradient, name by name, and the value
     "The gradient of `f` at `w`; zero for a tensor that `f` does not use"
     at = {k: v.detach().requires_grad_() for k,v in w.items()}
@@ -82,7 +82,7 @@ def stack(
 
 # %% ../nbs/01_foundations/appendix/03_tensors.ipynb #7b403575
 def alike(trees:list[dict]) -> bool:
-    "Have they the same names?"
+    "Do they have the same names?"
     first,*rest = trees
     return (all(t.keys()==first.keys() for t in rest)
         and all(alike([t[k] for t in trees]) for k,v in first.items() if isinstance(v, dict)))
@@ -121,7 +121,7 @@ def channels_last(t:Tensor) -> Tensor: # The same values
 
 # %% ../nbs/01_foundations/appendix/03_tensors.ipynb #7e6f7d0d
 def in_order(t:Tensor) -> Tensor: # The same values
-    "As tensors are kept: the channels of kernels last where there are several, anything else row by row"
+    "The layout of stored tensors: channels of kernels last where there are several, others row by row"
     return channels_last(t) if t.dim()==4 and t.shape[1] > 1 else t.reshape(-1).view(t.shape)
 
 # %% ../nbs/01_foundations/appendix/03_tensors.ipynb #36ca3994
@@ -139,7 +139,7 @@ def flatten(
 def nest(
     flat:dict, # Names joined by '/'
 ) -> dict: # Nested dicts
-    "The inverse of `flatten`, but for dicts without any tensor"
+    "The inverse of `flatten`, except for dicts without any tensor"
     tree = {}
     for name,t in flat.items():
         *path,last = name.split('/')

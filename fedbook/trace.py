@@ -25,7 +25,7 @@ from .client import local_step
 aten = torch.ops.aten
 
 # %% ../nbs/01_foundations/appendix/36_trace.ipynb #203cd73d
-class Unseen(LookupError): "A step looked at what differs between the clients or rounds that share it"
+class Unseen(LookupError): "A step used a value that differs between the clients or rounds that share it"
 
 # %% ../nbs/01_foundations/appendix/36_trace.ipynb #9c0cd372
 SEEN = 'net','local','message','memory','buffers','phase','trains'
@@ -33,7 +33,7 @@ HIDDEN = {f.name for f in fields(Client)} - set(SEEN)
 
 # %% ../nbs/01_foundations/appendix/36_trace.ipynb #6d48c58d
 class Shared(Client):
-    "A client as a step sees it that many clients and rounds share"
+    "A client as seen by a step that many clients and rounds share"
     def __getattribute__(self, name):
         if name in HIDDEN:
             raise Unseen(
@@ -76,7 +76,7 @@ def trace(
     f, # From tensors to a list of tensors
     *flat:Tensor, # Tensors of the right shapes, which are not changed
 ) -> torch.fx.GraphModule: # The same function
-    "The operations of `f`, noted without computing anything"
+    "The operations of `f`, recorded without computing anything"
     picked = {aten.nll_loss_forward.default: nll, aten.nll_loss_backward.default: nll_backward}
     # one tensor given twice is two inputs
     return make_fx(f, picked, 'fake', _allow_non_fake_inputs=True)(*(t.detach() for t in flat))
@@ -107,7 +107,7 @@ def take_out_draws(
 
 # %% ../nbs/01_foundations/appendix/36_trace.ipynb #3d133bd2
 def draw(op, shape, stride, dtype, device, args) -> Tensor:
-    "What a random operation of one client's step draws"
+    "The numbers that a random operation of one client's step draws"
     return op(torch.empty_strided(shape, stride, dtype=dtype, device=device), *args)
 
 # %% ../nbs/01_foundations/appendix/36_trace.ipynb #5ebb1bfa
@@ -116,7 +116,7 @@ TURNS = (aten.t.default, aten.transpose.int)
 def simplify(
     graph:torch.fx.Graph, # Changed in place
 ):
-    "Remove what does nothing"
+    "Remove operations without an effect"
     for n in [n for n in graph.nodes if n.op=='call_function' and n.args]:
         x = n.args[0]
         if idle(n, x): n.replace_all_uses_with(x)
@@ -137,7 +137,7 @@ def idle(n, x) -> bool:
 
 # %% ../nbs/01_foundations/appendix/36_trace.ipynb #1ac8d132
 def ones(n) -> bool:
-    "Is it the gradient of the loss by itself?"
+    "Is it the gradient of the loss with respect to itself?"
     while getattr(n, 'target', None) in SAME_SHAPE: n = n.args[0]
     return getattr(n, 'target', None) is aten.ones_like.default
 
@@ -192,7 +192,7 @@ def move(
 def source(
     n, # A node
 ): # The node whose memory it uses
-    "Where a view looks at"
+    "The node whose memory a view shows"
     while n.target is operator.getitem or getattr(n.target, 'is_view', False): n = n.args[0]
     return n
 
@@ -231,8 +231,8 @@ def in_place(
 
 # %% ../nbs/01_foundations/appendix/36_trace.ipynb #96e008ee
 def change(graph, old, new, step, number, kept):
-    """The operations that bring `new` to `old`: those that only read come at once, the one that writes comes
-    back, to be done when all have read"""
+    """The operations that bring `new` to `old`: those that only read are added at once; the one that writes
+    is returned, to be done when all have read"""
     def safe(n): return graph.call_function(aten.clone.default, (n,)) if source(n) in kept else n
     if not step: return graph.call_function, aten.copy_.default, (old, safe(new))
     k,g = step
@@ -257,7 +257,7 @@ def compiled(
 
 # %% ../nbs/01_foundations/appendix/36_trace.ipynb #aa3bb850
 class Step:
-    """The local step of a run, and its lists: one for every number of clients and size of batch that is
+    """The local step of a run, and its lists: one for every number of clients and batch size that is
     worth one"""
     def __init__(self, method:FedAvg, local:LocalTraining, net:Net):
         self.parts,self.kinds,self.lists,self.places,self.recordings = (method, local, net),{},{},{},{}
@@ -310,7 +310,7 @@ class Bound:
         carry:tuple, # (w, optimiser state, buffers), each leaf [clients, …]; they change in place
         given:tuple, # (message, memory, all weights where only some train), each leaf [clients, …]
         streams:list, # Per client, the stream that its training draws from
-        worth:set, # Pairs of a number of clients and a size of batch: the shapes to be traced
+        worth:set, # Pairs of a number of clients and a batch size: the shapes to be traced
         record=None, # `recording`, or `None` to launch one operation after the other
         phase=None, # Of the method
     ):
@@ -331,7 +331,7 @@ class Bound:
 
 # %% ../nbs/01_foundations/appendix/36_trace.ipynb #4edff8ba
 def list_for(bound, n, flat, x, y):
-    "The list for these shapes, made when they come for the first time"
+    "The list for these shapes, made when they first occur"
     key,lists = (n, flat is bound.flat, x.shape, x.stride(), bound.kind),bound.step.lists
     if key not in lists:
         lists[key] = finished(bound.step, n, bound.spec, *flat, x, y, number(1., x.device), phase=bound.phase)
@@ -401,11 +401,11 @@ def recording(
     return graph.replay, result
 
 # %% ../nbs/01_foundations/appendix/36_trace.ipynb #d66c60cb
-RECORDINGS = 64 # Of a step that are kept
+RECORDINGS = 64 # Recordings of a step that are kept
 
 @torch.inference_mode()
 def replayed(bound, run, scale, *batch):
-    "A step of all clients by its recording, made when it comes for the first time"
+    "A step of all clients by its recording, which is made when it first occurs"
     key,recordings = (run, scale),bound.step.recordings
     if key not in recordings:
         fixed,n,changing = ([t.clone() for t in batch],number(scale, batch[0].device),

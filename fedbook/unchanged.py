@@ -43,7 +43,7 @@ def few(samples): return samples and tuple(t[:300] for t in samples)
 # %% ../nbs/01_foundations/52_unchanged.ipynb #2e5846a9
 def cut(d): # A `FederatedData`, of whatever code
     """The first samples of each client and of all test images;
-    who is scored on none of these is scored on the first"""
+    a client that is scored on none of these is scored on the first"""
     def among(part): return [i for i in part if i < 300]
     return replace(d, clients=[c[:100] for c in d.clients], test=few(d.test), validation=few(d.validation),
         own_test=few(d.own_test),
@@ -83,7 +83,7 @@ def made_again(name:str):
 
 # %% ../nbs/01_foundations/52_unchanged.ipynb #fd726d7f
 def attempted(setting:dict): # What `said` returns, or the sentence of a refusal
-    "Of a setting that cannot be run here, the reason"
+    "The result of a setting or, if it cannot be run here, the reason"
     try: made_again(setting['data']); return said(setting)
     except Refused as e: return dict(refused=str(e))
 
@@ -97,7 +97,7 @@ def in_turn(record:dict) -> str: # E.g. 'fedavg then ft', or 'fedavg with unet'
 
 # %% ../nbs/01_foundations/52_unchanged.ipynb #1b1505e8
 def code_of(name:str) -> str: # 16 hexadecimal digits
-    "The fingerprint of the code of methods in turn"
+    "The fingerprint of the code of several methods in order"
     methods,*model = name.split(' with ')
     first,*later = methods.split(' then ')
     return code_fingerprint(first, *[MODELS[m] for m in model], *[stages_of]*bool(later),
@@ -145,7 +145,7 @@ def answers(
     asked:list, # Names of methods, or settings
     # For each, as JSON, the code's fingerprint, or digests of partition and last state and the rows of a run
 ) -> list[str]:
-    "What the code of a checkout says; raises `Refused` where it cannot be run"
+    "The answers of a checkout's code; raises `Refused` where it cannot be run"
     require((Path(checkout)/'fedbook'/'rounds.py').exists(),
         f'{checkout} is no checkout of fedbook: it lacks fedbook/rounds.py.')
     script = ASK % '\n'.join(map(inspect.getsource, (few, cut, digest, said, made_again, attempted, code_of)))
@@ -174,7 +174,7 @@ def repeated(
     older:str, # What `answers` gave of the older code
     present:str, # The same of the present one
 ) -> bool:
-    "Does the present code say all that the older one said? 0 and 0.0 are the same number"
+    "Does the present code repeat the answer of the older one? 0 and 0.0 are the same number"
     a,b = (json.loads(t, parse_int=float) for t in (older, present))
     if isinstance(a, list) and isinstance(b, list):
         metrics = {row[2] for row in a[2]}
@@ -197,7 +197,7 @@ def compare(
     records:list[dict], # Rows of results
     say=print, # Told one line per method
 ) -> dict: # Older code's fingerprint to the present one's, for methods whose rows are equal
-    "Run what both codes can run, and see where they are equal to the bit"
+    "Run the settings that both codes can run, and see where they are equal to the bit"
     names,here = sorted(set(map(in_turn, records))),Path(experiments.__file__).parents[1]
     def both(asked):
         with ThreadPoolExecutor(2) as pool:

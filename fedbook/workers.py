@@ -32,7 +32,7 @@ class Box:
 
 # %% ../nbs/01_foundations/appendix/37_workers.ipynb #5758815e
 class Packer(pickle.Pickler):
-    "Pickles all but tensors, and remembers those"
+    "Pickles everything except tensors, and collects these"
     def __init__(self, file): super().__init__(file, protocol=5); self.places,self.end = {},0
 
     def persistent_id(self, t):
@@ -94,7 +94,7 @@ class Worker:
         except OSError: pass # it has died, and its answer will say so
 
     def answer(self): # The result, with tensors of its own
-        "What became of the job; raises its exception, and EOFError or OSError when the worker has died"
+        "The result of the job; raises its exception, and EOFError or OSError when the worker has died"
         ok,value = self.line.recv()
         if not ok: raise value
         return copied(unpack(value, self.box))
@@ -108,7 +108,7 @@ def failure(e:Exception) -> RuntimeError:
 
 # %% ../nbs/01_foundations/appendix/37_workers.ipynb #65b40ac1
 def serve(work, line, common, box, other):
-    "What a worker does all its life"
+    "The loop of a worker: take a job, send its result"
     other.close(); torch.set_num_threads(1)
     shared = None
     while True:
@@ -146,7 +146,7 @@ class Team:
 
 # %% ../nbs/01_foundations/appendix/37_workers.ipynb #ee421654
 def hand_out(team:Team, shared:bytes, items:list) -> list:
-    "Give an item to whoever is free, until all are done"
+    "Give an item to each free worker, until all are done"
     todo,busy,deaths,results = deque(enumerate(items)),{},Counter(),[None]*len(items)
     while todo or busy:
         for w in team.workers:

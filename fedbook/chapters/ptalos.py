@@ -106,7 +106,7 @@ def centralised(
     epochs:int, # Passes over the data in a round
     optimiser:dict, # Its name and settings
     schedule:dict=dict(name='constant'), # Its name and settings
-    rounds:int=1, # More than one begin the optimiser's memory anew
+    rounds:int=1, # Each one begins with a fresh optimiser
     batch_size:int=256, # Samples a step
     method:dict=dict(name='fedavg'), # Its name and hyper-parameters
     precision:str='float32', # Of the network's layers in training, or 'bf16'

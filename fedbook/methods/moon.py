@@ -32,7 +32,7 @@ def contrast(
 class Projected(nn.Sequential): "A body with a projection behind it"
 
 def projected(
-    net:Net, # Of a `Classifier`; its body stays as it is
+    net:Net, # The network of a `Classifier`; its body stays as it is
     width:int, # Of the projection
 ) -> Net: # Its projection and classifier are fresh
     "The network with a projection between body and head (Li, He and Song 2021)"

@@ -61,7 +61,7 @@ def per_sample(
 
 # %% ../../nbs/02_methods/10_talos.ipynb #da117ff3
 def lowest(
-    scores:Tensor, # Any shape; infinite where a weight is out of the question
+    scores:Tensor, # Any shape; infinite for a weight that must not be chosen
     n:int, # How many
 ) -> Tensor: # Mask of the same shape
     "The `n` weights with the lowest scores; of equal ones those that come first"
@@ -85,7 +85,7 @@ def chosen(
     return {k: m.view(s.shape) for (k,s),m in zip(scores.items(), parts)}
 
 # %% ../../nbs/02_methods/10_talos.ipynb #b0bfbed9
-SHRUNK = .1 # What is left of a weight that is out, while others are scored
+SHRUNK = .1 # What is left of a masked weight, while others are scored
 
 def calibrate(
     scores, # A function of weights and round (from 0) to scores by name; only what it scores can be kept
@@ -107,10 +107,10 @@ def calibrate(
     return mask
 
 # %% ../../nbs/02_methods/10_talos.ipynb #bc170699
-LARGEST = torch.finfo(torch.float32).max # Stands for scores that are no numbers
+LARGEST = torch.finfo(torch.float32).max # Replaces scores that are not numbers
 
 def check_calibration(sparsity, rounds, keep, scope, schedule):
-    "Refuse what `calibrate` cannot do"
+    "Raise `Refused` for values that `calibrate` does not accept"
     require(isinstance(sparsity, (int,float)) and 0 <= sparsity < 1,
             f'sparsity must be at least 0 and below 1 (0.6 trains 40 % of the weights), not {sparsity!r}.')
     require(isinstance(rounds, int) and rounds > 0, f'Calibration needs at least one round, not {rounds!r}.')
@@ -137,7 +137,7 @@ class Masked:
 
 # %% ../../nbs/02_methods/10_talos.ipynb #f8b3ac08
 def sparse(w:dict, mask:dict) -> dict: # values and mask
-    "The unmasked part of a model, as it travels"
+    "The unmasked part of a model, as it is sent"
     some = {k: m for k,m in mask.items() if m.any()}
     return dict(values={k: w[k][m] for k,m in some.items()},
                 mask={k: m for k,m in some.items() if not m.all()})
@@ -177,7 +177,7 @@ class TaLoS(FedAvg):
     schedule: str = 'exponential' # Of the calibration; released: 'overwrite'
     batches: int = setting(4, 'batches a calibration round looks at', paper=4, released=3, low=1)
     calibrations: int = setting(4, 'calibration rounds', paper=4, released=4, low=1)
-    variant: str = 'intended' # Whose behaviour: 'intended', 'released' or 'printed'
+    variant: str = 'intended' # Which version: 'intended', 'released' or 'printed'
 
     def __post_init__(self):
         super().__post_init__()
