@@ -651,7 +651,8 @@ def measured(
     device:str='cpu', # Where it is measured
     **about, # The records' paper, table, profile and stand_in
 ) -> list[dict]: # The records of all cases, in their order
-    "Measure all cases together, once for each seed of which one is missing, on the reference engine"
+    """Measure all cases together on the reference engine, once for each seed of which one is missing;
+    a parameter of `measure` that is in no setting is not noticed: change it with `--no-resume`"""
     path = Path(folder)/'rows.jsonl'
     with locked(path, timeout=10):
         rows = read(path)

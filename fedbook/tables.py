@@ -82,7 +82,7 @@ NAMES = dict(
     distortion_own='feature distortion, own images', distortion_all='feature distortion, all images',
     dice='Dice (%)', f1='F1 (%)', hd95='HD95 (pixels)', kB_up='kB up per client and round',
     packs_sent='packs sent (%)', seconds_of_run='seconds of a run', alpha='α', lam='λ',
-    cpr='share of clients in a round')
+    cpr='share of clients in a round', dataset='data set of the paper')
 
 # %% ../nbs/01_foundations/39_tables.ipynb #n19x64034780
 def in_words(
