@@ -1,13 +1,15 @@
 "The settings of the PFedEdit paper as the paper states them, its partition, what its printed numbers add up to, and choices of a round."
+import csv
 from dataclasses import replace
 from itertools import product
 import json
 from math import ceil
+from pathlib import Path
 import numpy as np, pytest, torch
 from hypothesis import given, strategies as st
 from PIL import Image
 from fedbook import engines
-from fedbook.chapters.pfededit import ALGORITHMS, contender, converged, edited_setting, EXTRA, exceeded, n_edits, n_layers, ways
+from fedbook.chapters.pfededit import ALGORITHMS, CHOSEN, contender, converged, edited_setting, EXTRA, exceeded, n_edits, n_layers, ways
 from fedbook.claims import claims, examined, holds_in_print, Margin
 from fedbook.errors import Refused
 from fedbook.experiments import federation
@@ -53,6 +55,16 @@ def test_a_ratio_is_rounded_up(layers, ratio):
 
 @pytest.mark.parametrize('a', ALGORITHMS)
 def test_each_algorithm_has_a_setting(a): assert edited_setting(a, data='fashion_mnist_mini').method['name']==ALGORITHMS[a]['name'] in methods()
+
+def test_rows_of_chosen_values_are_those_that_the_grids_chose():
+    "Where a grid's choice differs from the method's own value; and nothing but this value differs from the method's other row"
+    with open(Path(__file__).parents[1]/'figures/001/tuning/overnight/numbers.csv', encoding='utf-8') as f: lines = [*csv.DictReader(f)]
+    given = {l['method']: l['hyper-parameter'] for l in reversed(lines) if l['where from']} # the first of each
+    chosen = {l['method']: {k: float(v) for k,v in (h.split(' = ') for h in l['hyper-parameter'].split(', ') if h not in given[l['method']].split(', '))} for l in lines if l[''] and l['hyper-parameter']!=given[l['method']]}
+    assert {n.split(',')[0]: {k: v for k,v in a.items() if k!='name'} for n,a in CHOSEN.items()}==chosen and len(chosen)==5
+    for n in CHOSEN:
+        own,here = (edited_setting(a, **SMALL) for a in (n.split(',')[0], n))
+        assert replace(here, method=own.method)==own and {**own.method, **CHOSEN[n]}==here.method
 
 def test_an_unknown_algorithm_is_refused():
     with pytest.raises(Refused, match="did you mean 'PFedEdit'"): edited_setting('PFedEdti', data='fashion_mnist_mini')

@@ -74,7 +74,7 @@ def short_reference(
     rounds:int, # Of the run
     variant:str='intended', # Of FedRef
 ) -> str: # A sentence; empty where the reference gets all of them
-    "What to say where there are fewer rounds than the reference wants aggregates"
+    "A warning where a run has fewer rounds than the reference takes aggregates"
     if variant=='released': return (f'As released FedRef takes its first step in round p+2 = {p+2}; with '
         f'{rounds} rounds it is FedAvg.'*(p+2 > rounds))
     return (f'With p = {p} and {rounds} rounds the reference never holds {p} aggregates; it is the mean of '

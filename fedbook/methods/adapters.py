@@ -33,7 +33,7 @@ def linear_layers(
     body:nn.Module, # Any module
     targets:tuple, # Names of layers, or their ends, e.g. 'qkv' or 'attn.proj'
 ) -> list[str]: # Full names
-    "The linear layers that are meant; raises `Refused` for a name that is none's"
+    "The linear layers that are meant; raises `Refused` for a name that no layer has"
     names = [k for k,m in body.named_modules() if isinstance(m, nn.Linear)]
     def meant(t): return [k for k in names if f'.{k}'.endswith(f'.{t}')]
     for t in targets: meant(t) or choose(t, names, 'linear layer of the body')

@@ -80,7 +80,7 @@ def cross_validated(
     pi:Tensor, # Shares of the classes
     eps:float, # Shrinkage of the covariance
 ) -> Tensor: # A scalar
-    "How badly mixed statistics tell the classes of what they have not seen, both folds together"
+    "The cross-entropy that mixed statistics have on the fold they were not made from, both folds together"
     def loss(own, z, y):
         weight,bias = discriminant(*mixed(beta, own, theirs), pi, eps)
         return F.cross_entropy(z @ weight.T + bias, y)

@@ -31,7 +31,7 @@ def flooded(
 # %% ../../nbs/02_methods/50_posthoc.ipynb #47f742d3
 @dataclass(frozen=True)
 class FT(LocalOnly):
-    "Fine-tune all weights of an own copy of the model (LP-FT paper, section 3.2)"
+    "Fine-tune all weights of a client's own copy of the model (LP-FT paper, section 3.2)"
     flood: float = setting(None, 'level b of the flood, in the loss |L−b|+b; none: no flood', low=0)
     carry: bool = True # Does the optimiser's state live on from epoch to epoch?
     buffers = 'local'
