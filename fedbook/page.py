@@ -4,10 +4,11 @@
 
 # %% auto #0
 __all__ = ['TAGS', 'COLOURS', 'PRINT', 'STYLE', 'SEARCH', 'HEAD', 'INTRO', 'CODE', 'Made', 'label', 'inline', 'badge', 'ruling',
-           'claims', 'size', 'pictures', 'table', 'links', 'body', 'card', 'chapter', 'ranked', 'page', 'is_old',
-           'notebook_page']
+           'claims', 'size', 'pictures', 'table', 'links', 'tally', 'thumbnail', 'body', 'card', 'chapter', 'ranked',
+           'page', 'is_old', 'notebook_page']
 
 # %% ../nbs/01_foundations/55_page.ipynb #3d25a675
+from collections import Counter
 from dataclasses import dataclass
 from html import escape, unescape
 from itertools import groupby
@@ -134,6 +135,22 @@ def links(
     at = folder.relative_to(base).as_posix()
     return ' · '.join(f'<a href="{at}/{n}">{t}</a>' for n,t in files if (folder/n).exists())
 
+# %% ../nbs/01_foundations/55_page.ipynb #8a31db30
+def tally(
+    said:str, # HTML of `claims`
+) -> str: # HTML, empty where no claim was tested
+    "How many verdicts there are of each kind"
+    n = Counter(re.findall(r'<b class="badge \w+">[^<]*', said))
+    return ' '.join(f'{b} {k}</b>' for b,k in sorted(n.items(), reverse=True))
+
+# %% ../nbs/01_foundations/55_page.ipynb #5852d39c
+def thumbnail(
+    shown:str, # HTML of `pictures`
+) -> str: # HTML, empty where there is none
+    "The first picture, small"
+    found = re.search(r'src="[^"]+"', shown)
+    return f'<img class="thumb" {found[0]} alt="" loading="lazy">' if found else ''
+
 # %% ../nbs/01_foundations/55_page.ipynb #858da5ee
 def body(
     m:Made, # One run
@@ -156,7 +173,10 @@ def card(
     title = e.title if not name or e.title.startswith(name) else f'{name}. {e.title}'
     others = ''.join(f'<details><summary>Profile {escape(m.profile)}</summary>{body(m, base)}</details>'
         for m in rest)
-    return f'<article id="{e.id}"><h3>{escape(title)}</h3>{body(first, base)}{others}</article>\n'
+    head = (f'<h3>{escape(title)}</h3>{thumbnail(pictures(first, base))}'
+        f'<p>{tally(claims(first.folder))}</p>')
+    return (f'<article id="{e.id}"><details><summary>{head}</summary>{body(first, base)}{others}</details>'
+        '</article>\n')
 
 # %% ../nbs/01_foundations/55_page.ipynb #f8c07c87
 def chapter(
@@ -165,7 +185,7 @@ def chapter(
 ) -> str: # HTML, empty without a card
     "The cards of one paper, below links to each"
     by = escape(f'{", ".join(p.authors)}, {p.year}')
-    found = re.findall(r'<article id="([^"]+)"><h3>(.*?)(?:[.,:] |</h3>)', ''.join(cards))
+    found = re.findall(r'<article id="([^"]+)"><details><summary><h3>(.*?)(?:[.,:] |</h3>)', ''.join(cards))
     to = ''.join(f'<a href="#{i}">{name}</a>' for i,name in found)
     paper = f'<a href="{escape(p.link)}">{escape(p.title)}</a>'
     head = (f'<h2>{escape(p.short)}</h2><p class="about">{paper} ({by})</p>'
@@ -191,9 +211,14 @@ a{color:var(--link)}h1{margin:.5rem 0}h2{margin:2.5rem 0 0}h3{margin:0 0 .5rem;f
 .about,small{color:var(--soft);font-size:.85rem}
 nav a{display:inline-block;margin:.2rem .8rem .2rem 0}input{font:inherit;width:100%;padding:.5rem .7rem;
 border:1px solid var(--line);border-radius:.5rem;background:var(--card);color:inherit}
-article{background:var(--card);border:1px solid var(--line);border-radius:.6rem;padding:1rem;margin:1rem 0}
+article{background:var(--card);border:1px solid var(--line);border-radius:.6rem;margin:.6rem 0}
+article>details{padding:.8rem 1rem}article>details>summary{display:grid;grid-template-columns:1fr auto;
+gap:0 1rem;align-items:center;margin:0}summary h3{margin:0}summary p{margin:0}
+summary h3::before{content:'▸ ';color:var(--soft)}[open]>summary>h3::before{content:'▾ '}
 img{display:block;max-width:max(100%,38rem);height:auto;margin:.8rem auto;background:#fff;border-radius:.3rem}
 img.small{max-width:100%}
+.thumb{width:min(8rem,18vw);height:min(4.5rem,11vw);object-fit:contain;margin:0;grid-row:span 2}
+[open]>summary>.thumb{display:none}
 .claims{padding:0;margin:0;list-style:none}.claims li{margin:.6rem 0}.claims p{margin:.1rem 0 .1rem 1rem}
 .claims span{color:var(--soft)}
 .badge{font-size:.8rem;color:#fff;border-radius:.3rem;padding:.1rem .4rem}.yes{background:var(--yes)}
@@ -210,15 +235,17 @@ box.addEventListener('input',()=>{const words=box.value.toLowerCase().split(/\\s
 cards.forEach((c,i)=>{c.hidden=!words.every(w=>texts[i].includes(w))});
 document.querySelectorAll('section').forEach(s=>{
   s.hidden=![...s.querySelectorAll('article')].some(c=>!c.hidden)});
-document.querySelector('output').textContent=
-  cards.filter(c=>!c.hidden).length+' of '+cards.length+' shown'})"""
+const left=cards.filter(c=>!c.hidden);if(left.length<4)left.forEach(c=>{c.firstChild.open=true});
+document.querySelector('output').textContent=left.length+' of '+cards.length+' shown'});
+const unfold=()=>{const c=document.getElementById(location.hash.slice(1));
+if(cards.includes(c))c.firstChild.open=true};addEventListener('hashchange',unfold);unfold()"""
 
 # %% ../nbs/01_foundations/55_page.ipynb #5a8c756f
 HEAD = ('<!doctype html><html lang="en"><head><meta charset="utf-8"><meta name="viewport" '
     'content="width=device-width,initial-scale=1">')
-INTRO = ('Five papers on personalised federated learning, re-run table by table. Each card says first what '
-    'becomes of the paper’s claims; the table '
-    'holds printed values beside ours, and names what stands in for the paper’s data, model or scale.')
+INTRO = ('Five papers on personalised federated learning, re-run table by table. A card counts the verdicts on '
+    'the paper’s claims; unfolded, it has the claims, the picture, and the table of printed values beside ours, '
+    'and names what stands in for the paper’s data, model or scale.')
 
 # %% ../nbs/01_foundations/55_page.ipynb #6d24b75d
 def page(

@@ -41,7 +41,9 @@ def test_links_and_pictures_lead_somewhere(made, parsed):
         if where not in {p.link for p in papers()}: # those leave the page
             assert where[1:] in ids if where.startswith('#') else (made.parent/where).is_file(), where
     images = parsed.of('img')
+    small,images = ([a for a in images if (a.get('class')=='thumb')==s] for s in (True, False))
     assert len(images) > 20 and all(a['alt'] and a['loading']=='lazy' and int(a['width']) > int(a['height'])/4 > 0 for a in images)
+    assert {a['src'] for a in small} <= {a['src'] for a in images} and all(a['alt']=='' and a['loading']=='lazy' for a in small) # said once
 
 def test_neither_the_page_nor_its_notebooks_need_a_network(made, parsed):
     notebooks = sorted(made.parent.rglob('notebook.html'))
@@ -77,7 +79,7 @@ def test_claims_come_before_picture_and_table_and_nothing_is_markup_that_should_
     svg = '<svg xmlns="http://www.w3.org/2000/svg" width="432.1pt" height="216pt"></svg>'
     f = run(tmp_path/'f', claims_csv=claims, figure_svg=svg, table_html=TABLE.format('$N_c$'))
     text = card([Made(experiment('000-table7'), 'laptop', f, '3 s')], tmp_path)
-    order = [text.index(s) for s in ('Table 7. ', 'A &lt; B &amp; C', 'undecided</b> leans to yes', 'no">fails', '<img', '<details>', '<msub><mi>N</mi>', 'profile laptop · 3 s')]
+    order = [text.index(s) for s in ('<details>', 'Table 7. ', 'class="thumb"', 'open">undecided 1</b> ', 'no">fails 1</b>', 'A &lt; B &amp; C', 'undecided</b> leans to yes', 'no">fails<', 'class=small', '<summary>Table, ', '<msub><mi>N</mi>', 'profile laptop · 3 s')]
     assert order==sorted(order) and text.count('A &lt; B')==1 and 'width="576" height="288"' in text
 
 @pytest.mark.parametrize('text,shown', [('$N_c = 10$', 'inline Nc=10'), ('$$\\tfrac12\\alpha &lt; 1$$', 'block 12α<1'), ('3 $ or 4', '3 $ or 4'), ('<code>$A $B</code>', '<code>$A $B</code>'), ('<a title="$A$">', '<a title="$A$">')])
@@ -124,10 +126,11 @@ def test_a_page_of_a_notebook_is_called_what_the_notebook_is(tmp_path, text, tit
 CHROMIUM = next(filter(None, map(shutil.which, ('chromium','chromium-browser','google-chrome','chrome'))), None)
 PROBE = """<iframe src="{src}" width="{width}" height="900"></iframe><script>
 window.onload = () => {{ const d = document.querySelector('iframe').contentDocument, shown = () => [...d.querySelectorAll('article')].filter(c => c.offsetHeight).length
-  const wide = () => d.documentElement.scrollWidth - d.documentElement.clientWidth, out = {{folded: wide(), all: shown()}}
-  d.querySelectorAll('details').forEach(e => e.open = true); out.open = wide()
+  const w = document.querySelector('iframe').contentWindow, opened = () => [...d.querySelectorAll('article>details[open]')].map(c => c.parentNode.id)
+  const wide = () => d.documentElement.scrollWidth - d.documentElement.clientWidth, out = {{folded: wide(), all: shown(), height: d.documentElement.scrollHeight, first: opened()}}
+  d.querySelectorAll('details').forEach(e => e.open = true); out.open = wide(); d.querySelectorAll('details').forEach(e => e.open = false)
   const box = d.querySelector('input')
-  if (box) {{ box.value = 'FedCSPACK 003-leak'; box.dispatchEvent(new Event('input')); out.found = shown(); out.said = d.querySelector('output').textContent }}
+  if (box) {{ box.value = 'FedCSPACK 003-leak'; box.dispatchEvent(new Event('input')); out.found = shown(); out.said = d.querySelector('output').textContent; out.unfolded = opened() }}
   document.title = JSON.stringify(out) }}</script>"""
 
 def browse(src, width, folder):
@@ -142,7 +145,8 @@ def browse(src, width, folder):
 def test_a_browser_shows_it_without_scrolling_sideways(made, tmp_path, width):
     seen,complaints = browse(made, width, tmp_path)
     assert not complaints and seen['folded']==seen['open']==0 and seen['all'] > 20
-    assert seen['found']==1 and seen['said']==f'1 of {seen["all"]} shown'
+    assert seen['found']==1 and seen['said']==f'1 of {seen["all"]} shown' and seen['unfolded']==['003-leak']
+    assert not seen['first'] and seen['height'] < 250*seen['all'] # folded, a few screens
 
 @pytest.mark.skipif(not CHROMIUM, reason='There is no Chromium here; install chromium to test the page in a browser.')
 def test_a_notebook_does_not_scroll_sideways_on_a_phone(made, tmp_path):
