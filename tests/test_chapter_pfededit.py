@@ -61,9 +61,9 @@ def test_rows_of_chosen_values_are_those_that_the_grids_chose():
     with open(Path(__file__).parents[1]/'figures/001/tuning/overnight/numbers.csv', encoding='utf-8') as f: lines = [*csv.DictReader(f)]
     given = {l['method']: l['hyper-parameter'] for l in reversed(lines) if l['where from']} # the first of each
     chosen = {l['method']: {k: float(v) for k,v in (h.split(' = ') for h in l['hyper-parameter'].split(', ') if h not in given[l['method']].split(', '))} for l in lines if l[''] and l['hyper-parameter']!=given[l['method']]}
-    assert {n.split(',')[0]: {k: v for k,v in a.items() if k!='name'} for n,a in CHOSEN.items()}==chosen and len(chosen)==5
+    assert {n.split(' (')[0]: {k: v for k,v in a.items() if k!='name'} for n,a in CHOSEN.items()}==chosen and len(chosen)==5
     for n in CHOSEN:
-        own,here = (edited_setting(a, **SMALL) for a in (n.split(',')[0], n))
+        own,here = (edited_setting(a, **SMALL) for a in (n.split(' (')[0], n))
         assert replace(here, method=own.method)==own and {**own.method, **CHOSEN[n]}==here.method
 
 def test_an_unknown_algorithm_is_refused():

@@ -70,9 +70,9 @@ DIFFERENCES = [ # what, the paper says, the released code does, fedbook does
 ]
 
 # %% ../../nbs/02_methods/69_chapter_pfededit.ipynb #aa3a7f6f
-CHOSEN = {'MOON, μ = 0.1': dict(name='moon', mu=.1), 'APFL, α = 0.25': dict(name='apfl', alpha=.25),
-    'DisTrans, a = 0': dict(name='distrans', a=0.), 'Fed-LAMB, no decay': dict(name='fedlamb', decay=0.),
-    'CD²-pFed, weight 0.1': dict(name='cd2pfed', weight=.1)}
+CHOSEN = {'MOON (μ = 0.1)': dict(name='moon', mu=.1), 'APFL (α = 0.25)': dict(name='apfl', alpha=.25),
+    'DisTrans (a = 0)': dict(name='distrans', a=0.), 'Fed-LAMB (no decay)': dict(name='fedlamb', decay=0.),
+    'CD²-pFed (weight 0.1)': dict(name='cd2pfed', weight=.1)}
 ALGORITHMS = {'FedAvg': dict(name='fedavg'), 'FedAvg + fine-tuning': dict(name='fedavg'),
     'local only': dict(name='localonly'), 'FedPer': dict(name='fedper'), 'FedBN': dict(name='fedbn'),
     'FedRep': dict(name='fedrep', head_epochs=1), 'DisTrans': dict(name='distrans'),
