@@ -243,9 +243,9 @@ if(cards.includes(c))c.firstChild.open=true};addEventListener('hashchange',unfol
 # %% ../nbs/01_foundations/55_page.ipynb #5a8c756f
 HEAD = ('<!doctype html><html lang="en"><head><meta charset="utf-8"><meta name="viewport" '
     'content="width=device-width,initial-scale=1">')
-INTRO = ('Five papers on personalised federated learning, re-run table by table. A card counts the verdicts on '
-    'the paper’s claims; unfolded, it has the claims, the picture, and the table of printed values beside ours, '
-    'and names what stands in for the paper’s data, model or scale.')
+INTRO = ('Five papers on personalised federated learning, re-run table by table. A card counts the '
+    'verdicts on the paper’s claims; unfolded, it has the claims, the picture, and the table of printed '
+    'values beside ours, and names what stands in for the paper’s data, model or scale.')
 
 # %% ../nbs/01_foundations/55_page.ipynb #6d24b75d
 def page(

@@ -52,7 +52,8 @@ DIFFERENCES = [ # what, the paper says, the released code does, fedbook does
     ('hyper-parameters of other methods', 'silent', 'not released',
     'those of each method\'s own paper or code, for MOON, APFL, DisTrans, FedFA, FedFed, FedALA, Fed-LAMB, '
     'HeteroFL, FedRolex, CD²-pFed and PartialFed; MOON has μ = 1, where its paper has 5 on CIFAR-10; '
-    '001-tuning chooses the silent ones on held-out images; where the choice differs, it has rows of its own'),
+    '001-tuning chooses the silent ones on held-out images; where the choice differs, it has rows of its '
+    'own'),
     ('optimiser of other methods', '"other settings as in their papers"', 'not released',
     'plain SGD with one learning rate for all, in profile overnight that of FedAvg on validation data; '
     'the momentum of FedRep, HeteroFL and FedFed, their weight decay and the smaller rate of DisTrans\'s '
