@@ -262,11 +262,9 @@ def profiles() -> int:
     here = {r['name']: r['where'] for r in describe()}
     def sets(given): return {c['data'] for c in (given, *given.get('columns', {}).values()) if 'data' in c}
     for p in PROFILES:
-        missing = sorted(
-            d for d in set().union(*(sets(e.profiles[p]) for e in experiments().values() if p in e.profiles))
-            if not here.get(d))
-        print(f'profile {p:9} ' + (
-            'has its data' if not missing
+        missing = sorted(d for d in set().union(*(sets(e.profiles[p]) for e in experiments().values()
+            if p in e.profiles)) if not here.get(d))
+        print(f'profile {p:9} ' + ('has its data' if not missing
             else f'needs {", ".join(missing)}: fedbook data fetch {missing[0]}'))
     return 0
 

@@ -12,6 +12,8 @@ from dataclasses import replace
 import traceback
 import torch
 from torch import Tensor
+
+# %% ../nbs/01_foundations/32_client.ipynb #4d7d582b
 from .errors import Refused
 from .features import head_of
 from .federation import as_is, client_view, Federation

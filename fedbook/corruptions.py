@@ -184,6 +184,7 @@ def gloss(
 # %% ../nbs/01_foundations/16_corruptions.ipynb #9e533c30
 WATER,MUD = np.array([175,238,238])/255,np.array([63,42,20])/255
 
+# %% ../nbs/01_foundations/16_corruptions.ipynb #ff6c2b02
 def spatter(x, rng, mean, sigma, smooth, least, mix, muddy):
     from scipy.ndimage import gaussian_filter
     liquid = gaussian_filter(rng.normal(mean, sigma, x.shape[:3]), (0,smooth,smooth), mode='nearest')

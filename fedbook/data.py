@@ -22,6 +22,8 @@ from pathlib import Path
 import base64, html, io, lzma, os, shutil, socket, stat, tarfile, tempfile, zipfile, zlib
 import numpy as np, torch
 from torch import Tensor
+
+# %% ../nbs/01_foundations/11_data.ipynb #7b9e55fe
 from .errors import choose, Refused, require
 from .files import data_dir, fingerprint, writing
 from .settings import make
@@ -105,8 +107,7 @@ def strip(
     x = x[examples(y)]
     n,h,w,*colour = x.shape
     columns = min(n, 20)
-    x = (np.concatenate([x, np.zeros((-n%columns, h, w, *colour), np.uint8)])
-        .reshape(-1, columns, h, w, *colour))
+    x = np.concatenate([x, np.zeros((-n%columns, h, w, *colour), np.uint8)]).reshape(-1,columns,h,w,*colour)
     x = x.swapaxes(1, 2).reshape(-1, columns*w, *colour)
     return Image.fromarray(x.repeat(2, 0).repeat(2, 1))
 
@@ -299,9 +300,8 @@ def wanted(
     if split=='names':
         return k in NAMES or what==known.target or any(f'{s}_{what}' in files for s in ('train','test'))
     if split not in ('train','test'): return False
-    return what in ('x', known.target) or (
-        known.cut is not None if split=='train' and f'test_{what}' not in files
-        else f'train_{what}' in files)
+    return what in ('x', known.target) or (known.cut is not None
+        if split=='train' and f'test_{what}' not in files else f'train_{what}' in files)
 
 # %% ../nbs/01_foundations/11_data.ipynb #a4dee66d
 def arrays_of(
@@ -514,8 +514,7 @@ def extract(
     archive:Path|str, # A zip or tar archive, compressed or not
     to:Path|str, # A folder that does not exist yet
 ) -> Path: # `to`
-    """Extract an archive, all or nothing; raises `Refused` for a damaged or unsafe one before anything is
-    written"""
+    "Extract an archive, all or nothing; raises `Refused` for a damaged or unsafe one before it writes"
     archive,to = Path(archive),Path(to)
     require(not to.exists(), f'{to} exists already; give the name of a new folder.')
     refuse_unsafe(archive)
@@ -536,8 +535,7 @@ def check_new(f:Path):
 def install(
     archive:Path|str, # A zip or tar archive with .npz files, or one .npz file
 ) -> list[str]: # The names of the data sets
-    """Put data sets into `data_dir()`, all or nothing;
-    raises `Refused` where one is unknown, damaged or already there"""
+    "Install data sets, all or nothing; raises `Refused` where one is unknown, damaged or already there"
     with tempfile.TemporaryDirectory() as tmp:
         found = ([Path(archive)] if Path(archive).suffix == '.npz'
             else sorted(extract(archive, f'{tmp}/all').rglob('[!.]*.npz')))
@@ -657,17 +655,14 @@ def transforms(mean:list, std:list, size:int|None, crop:int|None, channels:int|N
     for k,v in dict(size=size, crop=crop).items():
         require(v is None or isinstance(v, int) and v > 0,
             f'{k} must be a whole number of pixels above 0, not {v!r}.')
-    steps = [
-        size and v2.Resize((size,size), antialias=True),
-        crop and v2.CenterCrop(crop),
+    steps = [size and v2.Resize((size,size), antialias=True), crop and v2.CenterCrop(crop),
         channels and v2.RGB()]
     return v2.Compose([*filter(None, steps), v2.ToDtype(torch.float32, scale=True), v2.Normalize(mean, std)])
 
 # %% ../nbs/01_foundations/11_data.ipynb #7b9b17a9
 def windows(
     b:int, # Number of images
-    h:int, # Their height
-    w:int, # and width, in pixels
+    h:int, w:int, # Their height and width, in pixels
     size:int, # Height and width of a window
     device='cpu', # Whose generator draws
 ) -> Tensor: # int64 [b, size·size], positions in an image flattened to h·w

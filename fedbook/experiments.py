@@ -489,8 +489,7 @@ def stage_cost(
     "Local steps, scorings in the rounds, and scorings of the clients' own models"
     (engine,step),p,d = choice(fed),fed.protocol,fed.data
     personal = 0 if shared(fed) else sum(map(len, d.test_clients or []))/len(d.test[1])
-    if p.cross:
-        personal += ((1 if shared(fed) else len(d.clients))
+    if p.cross: personal += ((1 if shared(fed) else len(d.clients))
             * len(np.unique(np.concatenate(cross_parts(fed))))/len(d.test[1]))
     scorings = p.rounds//p.evaluate_every + personal*(1 + (p.rounds-1)//(p.personal_every or p.rounds))
     return engine, local_steps(fed)*step + p.rounds*per_validation + scorings*per_test
@@ -530,6 +529,7 @@ def stored(
     return wanted,{k: known[f] for k,(c,s) in wanted.items()
         for f in reversed(c.fingerprints(s)) if f in known}
 
+# %% ../nbs/01_foundations/50_experiments.ipynb #818cb69f
 def rerunning() -> bool: # Unless `$FEDBOOK_RERUN` is 0
     "May what is missing be run?"
     return os.environ.get('FEDBOOK_RERUN')!='0'
@@ -631,8 +631,7 @@ def told(
 def progress(
     folder:Path, # Where progress.json goes
     n:int, # Runs finished since the start
-    todo:int, # Runs to do at the start
-    total:int, # Runs of the whole table
+    todo:int, total:int, # Runs to do at the start, and of the whole table
     left:float, # Seconds still expected
     expected:float, # Seconds expected at the start
     now:str='', # What runs, in words

@@ -13,6 +13,8 @@ from itertools import groupby
 import importlib, pkgutil
 import numpy as np, torch
 from torch import Tensor
+
+# %% ../nbs/01_foundations/30_method.ipynb #095e5c4d
 from .errors import choose, require
 from .models import Net
 from .optim import SGD, Schedule

@@ -151,8 +151,7 @@ def class_labels(
 def whole(
     name:str, # What the number is called
     value, # The number
-    low:int|None=None, # The smallest allowed
-    high:int|None=None, # The largest allowed
+    low:int|None=None, high:int|None=None, # The smallest and the largest allowed
     why:str='', # What the largest is
 ) -> int:
     "`value` as an int; raises `Refused` unless it is a whole number within its bounds"
@@ -206,8 +205,7 @@ def iid(
 
 # %% ../nbs/01_foundations/12_partition.ipynb #783bb9de
 def hand_out(
-    n_clients:int, # Number of clients
-    n_classes:int, # Number of classes there are
+    n_clients:int, n_classes:int, # How many clients and classes there are
     m:int, # Distinct classes per client
     rng:np.random.Generator, # Breaks ties
 ) -> np.ndarray: # [n_clients, n_classes], whether the client owns the class
@@ -572,8 +570,7 @@ def group_rows(rows:np.ndarray) -> np.ndarray: # Rows numbered in sorted order
 # %% ../nbs/01_foundations/12_partition.ipynb #ecc1477d
 def chosen_groups(
     sizes:np.ndarray, # [n_groups], samples of each group
-    least:int, # Samples that a group must have
-    n_groups:int|None, # How many to take, `None` is all
+    least:int, n_groups:int|None, # Samples that a group must have, and how many groups; `None`: all
     rng:np.random.Generator, # Decides among groups of one size
 ) -> np.ndarray: # Their numbers, in sorted order
     "The largest groups; raises `Refused` where there are too few"
@@ -685,8 +682,7 @@ def natural_test(
     test_groups:dict, # The same names, to one whole number per test sample
 ) -> list[np.ndarray]: # Per client, sorted indices into the test set; empty where its group has none there
     "For each client, the test samples of its own group"
-    require(partition.scheme=='natural',
-        f'Only clients that are groups have test samples of their own; '
+    require(partition.scheme=='natural', f'Only clients that are groups have test samples of their own; '
         f'the scheme is {partition.scheme!r}, not \'natural\'.')
     mine,theirs = (named_groups(partition.settings['group'], g) for g in (groups, test_groups))
     require(len(mine)==partition.n,

@@ -473,8 +473,7 @@ def check_runs(
 # %% ../nbs/01_foundations/40_results.ipynb #a7de9ff8
 def shape_of(
     printed, # As `comparison` takes it
-    index:list[str], # Coordinates of a cell
-    metrics:list[str], # Metrics that are compared
+    index:list[str], metrics:list[str], # Coordinates of a cell, and metrics that are compared
 ) -> Shape:
     "How a comparison is laid out"
     signs = {m: sign_of(m) for m in metrics}

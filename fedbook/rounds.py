@@ -10,6 +10,8 @@ __all__ = ['CLIENTS_AT_ONCE', 'sample_clients', 'taking_part', 'next_buffers', '
 import json
 from pathlib import Path
 import numpy as np, torch
+
+# %% ../nbs/01_foundations/35_rounds.ipynb #c18ff984
 from .client import attempted, draws, one_by_one
 from .errors import Refused
 from .evaluate import evaluate, evaluate_personal, validate

@@ -16,10 +16,8 @@ def setting(
     meaning:str, # One phrase, with the symbol and the unit
     paper=None, # The printed value, `None` where the paper gives none
     released=None, # The released code's value, `None` where unknown
-    low=None, # The smallest sensible value
-    above=None, # A value it must exceed
-    high=None, # The largest sensible value
-    below=None, # A value it must stay under
+    low=None, above=None, # The smallest sensible value, or a value it must exceed
+    high=None, below=None, # The largest sensible value, or a value it must stay under
 ): # A dataclass field
     "A dataclass field that carries its documentation and its bounds"
     return field(default=default, metadata=dict(meaning=meaning, paper=paper, released=released, low=low,

@@ -107,9 +107,8 @@ def text(
     "The source of a function, also of one in a notebook; raises `Refused` where there is none"
     try: lines = inspect.getsource(f)
     except (OSError, TypeError) as e:
-        raise Refused(
-            f'The source of {name} is not to be had, so its results could not be told from those of another; '
-            f'put it into a module and import it.') from e
+        raise Refused(f'The source of {name} is not to be had, so its results could not be told from those '
+            f'of another; put it into a module and import it.') from e
     try: return bare(dedent(lines))
     except SyntaxError: return lines.strip() # a lambda in the middle of a statement
 

@@ -19,6 +19,8 @@ from .data import CATALOGUE, load
 from .errors import Refused, require
 from fedbook.experiments import (code_fingerprint, federation, is_user_model, Setting, stage_after,
     stages_of)
+
+# %% ../nbs/01_foundations/52_unchanged.ipynb #f1529951
 from .files import writing
 from .manifest import figures
 from .method import combined

@@ -51,6 +51,11 @@ def test_half_of_a_library_notebooks_cells_are_a_glance_long(nb):
 
 LIBRARY = [p for p in NBS if p.parent.name in ('00_tutorials','01_foundations','appendix','02_methods','03_theory')]
 
+def test_cells_of_the_library_are_short_even_with_their_documentation():
+    "Lines with parameters and comments count too; blank lines and directives do not"
+    lines = sorted(sum(bool(l.strip()) and not l.startswith('#|') for l in c.splitlines()) for nb in LIBRARY for c in code(nb))
+    assert lines[len(lines)//2] <= 5 and lines[int(.9*(len(lines)-1))] <= 12
+
 @pytest.mark.parametrize('nb', LIBRARY, ids=lambda p: p.stem)
 def test_no_line_of_code_scrolls_sideways(nb):
     assert not [l for c in code(nb) for l in c.splitlines() if len(l) > 110]

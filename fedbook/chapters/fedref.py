@@ -129,9 +129,7 @@ def world_of(
 
 # %% ../../nbs/02_methods/75_chapter_fedref.ipynb #cbdf2107
 def comparison_cases(
-    # As in `world_of`, and maybe `own`: an algorithm to what it has of its own in this world, in settings of
-    # `comparison_setting`
-    world:dict,
+    world:dict, # As in `world_of`, and maybe `own`: an algorithm to its own `comparison_setting` settings
     algorithms:list[str], # Names in `ALGORITHMS`
     variants:list[str], # Of FedRef
     settings:dict, # Further settings of `comparison_setting`
@@ -171,8 +169,7 @@ def thresholds(
     metric:str='accuracy', # Or another that is better the higher it is
 ) -> dict: # Share to threshold
     "Thresholds that FedAvg reaches; raises `Refused` without runs, or where they do not have the metric"
-    require(records,
-        "Thresholds are shares of what FedAvg reaches, and there are no runs of it; give at least one.")
+    require(records, 'Thresholds are shares of what FedAvg reaches, but it has no runs; give at least one.')
     curves = [list(curve_of(r, metric).values()) for r in records]
     require(all(curves), f"Thresholds are shares of FedAvg's {metric}, and a run of it has none; its rows "
         f'have {", ".join(sorted({m for r in records for *_,m,_ in r["rows"]}))}.')

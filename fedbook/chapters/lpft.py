@@ -16,6 +16,8 @@ import fedbook.chapters.normed # A network of Table 8
 from ..data import Dataset, join, keep, split_validation
 from ..errors import choose, require
 from ..evaluate import distortions
+
+# %% ../../nbs/02_methods/55_chapter_lpft.ipynb #8adcd38c
 from ..experiments import Case, Setting
 from ..method import method as method_of
 from ..models import Classifier
@@ -235,8 +237,7 @@ def integrated(
 def borrow(
     cases:list[Case], # The cells of a figure
     seeds:list[int], # The seeds of each
-    folder:Path, # Where its rows.jsonl is
-    other:Path, # The folder of another table
+    folder:Path, other:Path, # Where its rows.jsonl is, and the folder of another table
     **about, # The records' paper, table, profile and stand_in
 ) -> int: # How many runs were taken over
     "Take over the finished runs of another table that have the same settings"

@@ -23,4 +23,5 @@ def normed(
         if isinstance(l, kind): body.add_module(f'bn_{k}', norm(len(l.bias)))
     return Classifier(body, m.head)
 
+# %% ../../nbs/02_methods/54_chapter_normed.ipynb #4223a20f
 MODELS['normed'] = normed
