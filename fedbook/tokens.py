@@ -95,4 +95,5 @@ def vit_tokens(
     "A vision transformer on the tokens of a frozen stem"
     return transformer((image_size, width), (1, width), in_channels, n_classes, dim, depth, heads)
 
-MODELS['vit_tokens'] = vit_tokens
+# %% ../nbs/01_foundations/21_tokens.ipynb #de9b23c6
+MODELS.update(vit_tokens=vit_tokens, vit_tokens_distilled=vit_tokens)

@@ -214,6 +214,7 @@ def editing(
     clients:list=(100, 10), # How many there are, and how many take part in a round
     evaluate_every:int=1, # Rounds between two evaluations
     deterministic:int=None, k:int=3, layer_batches:int=4, batches:int=4, # As in `edit`
+    training:dict={}, # More for `fedbook.experiments.local`, e.g. `dict(precision='bf16')`
     **settings, # `data`, `model`, `input`, `validation` of a `Setting`
 ) -> Setting: # One cell of Tables 9 and 10
     "Federated editing as in Tables 9 and 10 of the pTaLoS paper"
@@ -224,4 +225,4 @@ def editing(
         protocol=dict(rounds=rounds, per_round=clients[1], evaluate_every=evaluate_every), **settings,
         method=edit(variant, algorithm, keep, rounds, deterministic, k, layer_batches, batches),
         local=dict(epochs=epochs, batch_size=batch_size, optimiser=adamw,
-        schedule=editing_rate(variant, algorithm, epochs)))
+        schedule=editing_rate(variant, algorithm, epochs), **training))
