@@ -155,6 +155,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                 'fedbook.claims.holds_in_print': ('01_foundations/claims.html#holds_in_print', 'fedbook/claims.py'),
                                 'fedbook.claims.in_order': ('01_foundations/claims.html#in_order', 'fedbook/claims.py'),
                                 'fedbook.claims.leaning': ('01_foundations/claims.html#leaning', 'fedbook/claims.py'),
+                                'fedbook.claims.learnt': ('01_foundations/claims.html#learnt', 'fedbook/claims.py'),
                                 'fedbook.claims.like': ('01_foundations/claims.html#like', 'fedbook/claims.py'),
                                 'fedbook.claims.made': ('01_foundations/claims.html#made', 'fedbook/claims.py'),
                                 'fedbook.claims.near_chance': ('01_foundations/claims.html#near_chance', 'fedbook/claims.py'),

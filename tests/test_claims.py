@@ -119,19 +119,33 @@ def test_the_seeds_needed_decide_in_four_of_five_cases(d):
 @pytest.mark.parametrize('cifar,word', [(((1., 1.1), (1., 1.1), (1., 1.1)), 'undecided: near chance'), (((1., 1.5), (1., 1.4), (1., 1.6)), 'holds'), (((.2, 1.), (.3, 1.1), (.2, 1.)), 'undecided: near chance')])
 def test_near_chance_nothing_is_decided(cifar, word):
     records = [dict(run(s, v, epochs=e), data='cifar100') for s,both in enumerate(cifar) for e,v in zip((4, 8), both)]
-    assert examined(pairs((8, 4)), records, 'intended')['verdict']==word
-    assert examined(pairs((8, 4)), [dict(r, data='unheard of') for r in records], 'intended')['verdict']=='holds'
+    claim = replace(pairs((8, 4)), table='003-figure3') # a figure, where nothing is printed
+    assert examined(claim, records, 'intended')['verdict']==word
+    assert examined(claim, [dict(r, data='unheard of') for r in records], 'intended')['verdict']=='holds'
 
 def test_near_chance_a_loss_is_not_compared_but_bytes_are():
     records = [dict(run(s, 1., epochs=e), data='cifar100') for s in range(3) for e in (4, 8)]
     for r in records: r['rows'] += [[1, None, m, r['cell']['epochs']+.01*r['seed']*r['cell']['epochs']] for m in ('loss','bytes','personal_accuracy')]
-    words = {m: examined(pairs((8, 4), metric=m, better='higher'), records, 'intended')['verdict'] for m in ('accuracy','loss','bytes','personal_accuracy')}
+    words = {m: examined(replace(pairs((8, 4), metric=m, better='higher'), table='003-figure3'), records, 'intended')['verdict'] for m in ('accuracy','loss','bytes','personal_accuracy')}
     assert words==dict(accuracy='undecided: near chance', loss='undecided: near chance', bytes='holds', personal_accuracy='holds')
 
 def test_pairs_near_chance_are_counted_and_named():
     records = [dict(run(s, v+.01*s*e, epochs=e), data='cifar100') for s in range(3) for e,v in ((2, .8), (4, .9), (8, 20.))]
-    found = examined(pairs((8, 4), (4, 2)), records, 'intended')
+    found = examined(replace(pairs((8, 4), (4, 2)), table='003-figure3'), records, 'intended')
     assert found['verdict']=='undecided: leans to yes, 3 seeds, 1 of 2 pairs near chance' and found['weakest']=='epochs 4 against epochs 2'
+
+def test_a_pair_counts_where_one_cell_reaches_half_of_its_printed_accuracy():
+    half = {e: printed('000-table6').value(dict(epochs=e), 'accuracy')/2 for e in (4, 8, 16)}
+    def found(*which, **accuracy): return examined(pairs(*which), [run(s, a+.01*s, epochs=int(e[1:])) for e,a in accuracy.items() for s in range(3)], 'intended')['verdict']
+    assert found((8, 4), e4=half[4]-5, e8=half[8]-1)=='not tested: too little learnt'
+    assert found((8, 4), e4=half[4]-5, e8=half[8])=='holds'
+    assert found((16, 8), (8, 4), e4=half[4]-9, e8=half[8]-5, e16=half[16]+1)=='undecided: holds in part (1 of 2 pairs; else too little learnt)'
+    assert found((8, 16), (8, 4), e4=half[4]-9, e8=half[8]-5, e16=half[16]+1).startswith('fails (1 of 2 pairs')
+
+def test_a_run_that_has_diverged_or_lacks_the_metric_is_called_so():
+    diverged = [run(s, a, epochs=e) for e,a in ((4, 1.), (8, math.nan)) for s in range(3)]
+    assert examined(pairs((8, 4)), diverged, 'intended')['verdict']=='diverged'
+    with pytest.raises(Refused, match='share no seed with a accuracy'): examined(pairs((8, 4)), [dict(r, rows=[]) for r in diverged], 'intended')
 
 def test_a_diverged_run_is_named():
     records = fixed(3, {4: 50., 8: 60., 16: 70.})
