@@ -174,7 +174,8 @@ def regularised(
 
 # %% ../../nbs/02_methods/20_chapter_ptalos.ipynb #b6b44702
 ALGORITHMS = {'TaLoS': dict(name='talos'), 'TaLoSProx': dict(name='talosprox'), 'pTaLoS': dict(name='ptalos'),
-              'pTaLoS (Normal)': dict(name='ptalos'), 'pTaLoS (Reverse)': dict(name='ptalos', reverse=True)}
+              'pTaLoS (Normal)': dict(name='ptalos'), 'pTaLoS (Reverse)': dict(name='ptalos', reverse=True),
+              'FedAvg': dict(name='fedavg')}
 
 # %% ../../nbs/02_methods/20_chapter_ptalos.ipynb #5d836a9c
 def edit(
@@ -187,7 +188,8 @@ def edit(
     layer_batches:int=4, # Batches that a block is judged by
     batches:int=4, # Batches that a calibration round looks at; the released code has 3
 ) -> dict: # A method's name and settings
-    "What a client edits in Tables 9 and 10 of the pTaLoS paper"
+    "What a client edits in Tables 9 and 10 of the pTaLoS paper; with FedAvg, which they lack, everything"
+    if algorithm=='FedAvg': return dict(ALGORITHMS[algorithm])
     m = dict(ALGORITHMS[algorithm], sparsity=.6, keep=keep,
         batches=min(batches, 3) if variant=='released' else batches, variant=variant, **SENSITIVITY[variant])
     if m['name']=='ptalos':
