@@ -280,7 +280,7 @@ def test_a_table_is_aligned_to_the_terminal(id, columns):
 
 def test_a_long_table_is_cut_and_says_how_to_see_all():
     some,all_ = shown('000-table9', 120),shown('000-table9', 120, '--all')
-    assert re.search(r'\d+ of \d+ rows are left out. To see all:\n    fedbook show 000-table9 --profile laptop --all', some) and '76.08' not in some
+    assert re.search(r'\d+ of \d+ rows are left out. To see all:\n    fedbook show 000-table9 --profile overnight --all', some) and '76.08' not in some
     assert 'left out' not in all_ and '76.08' in all_
 
 def test_a_wide_table_is_shown_in_panels_that_name_their_rows():
