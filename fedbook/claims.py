@@ -173,7 +173,7 @@ def examined(
     part = f' ({len(tests)} of {asked} pairs{f"; else {why}" if why==UNLEARNT else ""})'*(len(tests)!=asked)
     word = ('of older code' if any(r.get('older') for t in tests for c in t.cells for r in c)
         else outcome(found, near, claim.sign))
-    if part and why==UNLEARNT and word=='holds': word = 'undecided: holds in part'
+    if why==UNLEARNT and word=='holds': word = 'undecided: holds in part'
     return dict(verdict=word+part, pairs=len(tests), difference=p.mean, low=p.low, high=p.high,
         seeds=len(p.differences), weakest=t.words)
 

@@ -141,6 +141,9 @@ def test_a_pair_counts_where_one_cell_reaches_half_of_its_printed_accuracy():
     assert found((8, 4), e4=half[4]-5, e8=half[8])=='holds'
     assert found((16, 8), (8, 4), e4=half[4]-9, e8=half[8]-5, e16=half[16]+1)=='undecided: holds in part (1 of 2 pairs; else too little learnt)'
     assert found((8, 16), (8, 4), e4=half[4]-9, e8=half[8]-5, e16=half[16]+1).startswith('fails (1 of 2 pairs')
+    mean = made('margin', **vars(pairs((16, 8), (8, 4))))
+    records = [run(s, a+.01*s, epochs=e) for e,a in ((4, half[4]-9), (8, half[8]-5), (16, half[16]+1)) for s in range(3)]
+    assert examined(mean, records, 'intended')['verdict']=='undecided: holds in part'
 
 def test_a_run_that_has_diverged_or_lacks_the_metric_is_called_so():
     diverged = [run(s, a, epochs=e) for e,a in ((4, 1.), (8, math.nan)) for s in range(3)]
