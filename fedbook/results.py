@@ -353,9 +353,11 @@ def signed(
     low:float|None, # Lower end of its interval, `None` where there is none
     high:float|None, # Upper end
 ) -> str: # '–' for NaN
-    "A difference and its interval in one text"
+    "A difference and its interval in one text, with two decimals, or two digits where that is more"
     if math.isnan(mean): return '–'
-    return f'{mean:+.2f}' + ('' if low is None else f' [{low:+.2f}, {high:+.2f}]')
+    most = max(abs(v) for v in (mean, low, high) if v is not None)
+    d = 2 if not most else max(2, 1-math.floor(math.log10(most)))
+    return f'{mean:+.{d}f}' + ('' if low is None else f' [{low:+.{d}f}, {high:+.{d}f}]')
 
 # %% ../nbs/01_foundations/40_results.ipynb #4ccea22a
 def rounded(
@@ -419,7 +421,8 @@ def notes_of(
     def words(k): return ', '.join(map(str, p[k]))
     return [f'Profile {words("profile")}; {len(p["runs"])} runs, seeds {words("seeds")}; '
             + ('last round' if p.get('at', 'last')=='last' else f'round with the best validation {p["by"]}')
-            + ('; 95 % intervals by Student\'s t over seeds.' if len(p['seeds']) > 1 else '; no intervals.'),
+            + ('; 95 % intervals by Student\'s t over seeds, which may reach beyond 0 or 100 %.'
+            if len(p['seeds']) > 1 else '; no intervals.'),
             f'Data: {words("data")}. Model: {words("model")}. Method: {words("method")} '
             f'({words("variant")}).',
             *([f'Scores across clients: each model on at most {words("across")} test images of each client.']
@@ -430,8 +433,8 @@ def notes_of(
             f'{words("version")}, code {words("code")}.',
             *([f'{p["older"]} of {len(p["runs"])} runs are of older code; their cells have no verdict.']
             if p['older'] else []),
-            *([f'{p["set_aside"]} times a client was set aside in a round, for it failed, diverged or sent '
-            f'something else than the others.'] if p['set_aside'] else [])]
+            *([f'{p["set_aside"]} time{"s"*(p["set_aside"] > 1)} a client was set aside in a round, because it '
+            'failed, diverged or sent a message of another form.'] if p['set_aside'] else [])]
 
 # %% ../nbs/01_foundations/40_results.ipynb #d85170fb
 def coordinate(
@@ -511,8 +514,8 @@ def comparison(
         + compare_cell(groups.get(p, {}), by_cell.get(p[:len(index)], {}), m, at)
         for p,m in product(places, metrics)]
     about = provenance(records) | dict(at=at) | (dict(by=main_metric(records)) if at=='validation' else {})
-    title = '' if isinstance(printed, list) else printed.heading
-    return Comparison(pd.DataFrame(rows, columns=keys+COLUMNS), title, notes_of(about), about,
+    title,less = ('', []) if isinstance(printed, list) else (printed.heading, printed.absent(metrics))
+    return Comparison(pd.DataFrame(rows, columns=keys+COLUMNS), title, less+notes_of(about), about,
         shape_of(printed, index, metrics))
 
 # %% ../nbs/01_foundations/40_results.ipynb #9d59a321

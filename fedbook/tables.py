@@ -283,8 +283,8 @@ def grid_html(
 
 # %% ../nbs/01_foundations/39_tables.ipynb #1d5185e9
 WORDS = {
-    '≈': '≈ agrees with the printed value',
-    '?': '? undecided: one seed, or an interval that reaches both sides of what would agree'}
+    '≈': '≈ agrees: the interval lies within 1 point (5 % for losses and costs) of the printed value',
+    '?': '? undecided: one seed, or an interval that crosses this limit'}
 
 # %% ../nbs/01_foundations/39_tables.ipynb #f6c4b454
 def legend_of(
@@ -295,6 +295,10 @@ def legend_of(
     parts,m = ['printed → ours' if printed else '→ ours'],next(iter(grid.shape.signs))
     if any(l.ends for l in lines): parts.append('in brackets its 95 % interval over seeds')
     parts += [w for m,w in WORDS.items() if m in {l.mark for l in lines}]
+    if printed and 'other data' in {l.verdict for l in lines}:
+        parts.append('no mark where our data are not the paper\'s')
+    if {bool(l.label) for l in lines}=={True, False}:
+        parts.append('a line without a variant\'s name is that of every variant')
     if any(l.best for l in lines):
         parts.append('the best of ours is bold'
             +', as is what the paper prints in bold'*any(c.bold for c in grid.cells.values()))
