@@ -284,7 +284,7 @@ def grid_html(
 # %% ../nbs/01_foundations/39_tables.ipynb #1d5185e9
 WORDS = {
     '≈': '≈ agrees: the interval is within 1 point (5 % for losses and costs) of the printed value',
-    '?': '? undecided: one seed, or an interval partly within 1 point (5 % for losses and costs) of it'}
+    '?': '? undecided: one seed, or an interval only partly so near to the printed value'}
 
 # %% ../nbs/01_foundations/39_tables.ipynb #f6c4b454
 def legend_of(
