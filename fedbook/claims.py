@@ -37,7 +37,7 @@ class Claim:
     def sign(self): return sign_of(self.metric, self.better) # of A − B where the claim is right
 
     def in_print(self, t):
-        "Has every pair the order that the text says, in a printed table?"
+        "Does every pair have the order that the text says, in a printed table?"
         return all(self.sign*(t.value(a, self.metric)-t.value(b, self.metric)) > 0 for a,b in self.pairs)
 
     def tests(self, runs): return in_order(self, runs) # on runs of one variant

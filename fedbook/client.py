@@ -65,7 +65,7 @@ def end_client(
     states:dict, # The optimiser's state after each phase
     losses:Tensor, # Losses of its steps, [steps]
 ) -> dict: # Its reply: message, memory, buffers, mean training loss, bytes received and sent
-    "What remains of a round for the client when training is over"
+    "What a client does when training is over"
     c.states,c.s,c.losses = states,states[c.phase],losses
     c.phase,c.trains = None,()
     with draws(fed, c, 'finish'): message,memory = fed.method.finish(w, c)

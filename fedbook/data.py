@@ -78,7 +78,7 @@ CATALOGUE = dict(
     pneumoniamnist_balanced = Known((28,28), 2428, 468, 2, None,
         'PneumoniaMNIST (MedMNIST, Yang and others, 2023), as many healthy as ill'),
     fashion_mnist_mini = Known((28,28), 4000, 1000, 10, None))
-STAND_IN = 'fashion_mnist_mini' # Takes the place of whichever has no better one
+STAND_IN = 'fashion_mnist_mini' # Stands in for each data set without a better one
 
 # %% ../nbs/01_foundations/11_data.ipynb #4c3469d3
 def as_batch(

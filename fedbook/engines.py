@@ -392,8 +392,8 @@ def round_seconds(
     engine, # To be timed
     fed:Federation, # A trial
 ) -> float: # Seconds of a round
-    """The median time of up to five rounds after a first, for a short round is easily disturbed;
-    without warnings, for a warning about a trial's few samples need not apply to the run"""
+    """The median time of up to five rounds after a first, since a short round is easily disturbed;
+    without warnings, since one about a trial's few samples need not apply to the run"""
     state,ids,times = begin(fed),list(range(len(fed.data.clients))),[]
     with warnings.catch_warnings():
         warnings.simplefilter('ignore', UserWarning)

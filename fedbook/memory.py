@@ -49,7 +49,7 @@ class Row:
 
 # %% ../nbs/01_foundations/appendix/06_memory.ipynb #a0226735
 class Stack:
-    "Trees alike, side by side; room for more is made by `grow`"
+    "Trees of one form, side by side; `grow` makes room for more"
     def __init__(
         self,
         like:dict, # Such a tree, of which only names, shapes and types are taken
@@ -92,7 +92,7 @@ class Stack:
             self.tensors, self.like), len(rows))
 
 # %% ../nbs/01_foundations/appendix/06_memory.ipynb #8b128063
-# of clients, [n, a, c, h, w]; of one channel there is but one order
+# of clients, [n, a, c, h, w]; with one channel there is only one order
 def kernels(t:Tensor) -> bool: return t.dim()==5 and t.shape[2] > 1
 def laid(t:Tensor) -> Tensor: return t.movedim(2, -1) if kernels(t) else t # as they lie, [n, a, h, w, c]
 def seen(t:Tensor, like:Tensor) -> Tensor: return t.movedim(-1, 2) if kernels(like) else t # and back

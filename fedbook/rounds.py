@@ -146,7 +146,7 @@ def scores_of(
     after:dict, # The state after it
     r:int, # Rounds done
 ): # A question, as in `evaluate_personal`; in the end rows [round, client, metric, value]
-    "What is scored after a round but the last personal models"
+    "What is scored after a round, except the last personal models"
     p,rows = fed.protocol,[]
     if r < 1: return rows # an opening round
     still = after['server'] is before['server'] and 1 < r < p.rounds

@@ -45,7 +45,7 @@ def check(
     client:int=None, # One of them, counted from 0
     lp_steps:int=None, # Steps of linear probing
 ):
-    "Raise `Refused` with the offending number; what is `None` is not looked at"
+    "Raise `Refused` with the offending number; what is `None` is not checked"
     if C is not None: require(np.min(C) >= 1, f'There must be at least one client, not C = {np.min(C)}.')
     if client is not None: require(0 <= client < C, f'There is no client {client}; they are 0 to {C-1}.')
     if lp_steps is not None:
@@ -403,7 +403,7 @@ def judged(
     ok, # Does the claim hold? One answer per draw
     when=None, # Does the condition? `None`: there is none
 ) -> str: # In words
-    "What draws say of a claim"
+    "What draws say about a claim"
     ok = np.asarray(ok)
     if ok.all(): return 'holds'
     if when is not None and np.array_equal(ok, when): return 'holds only under the condition'

@@ -58,7 +58,7 @@ def digest(arrays) -> str:
 
 # %% ../nbs/01_foundations/52_unchanged.ipynb #52ede142
 def said(setting:dict) -> list: # Digests of the partition and of the last state, and rows
-    "What the code that runs this makes of a setting"
+    "What the running code computes from a setting"
     s,rows = Setting(**setting),[]
     whole = federation(s.stage(0))
     fed = replace(whole, data=cut(whole.data))

@@ -70,7 +70,7 @@ def encode(
 def decode(
     buffer:bytes, # What `encode` returned
 ) -> dict: # The message
-    "Read a message; raises `Refused` for anything that is not one, whole and well-formed"
+    "Read a message; raises `Refused` unless it is whole and well-formed"
     from safetensors import SafetensorError
     from safetensors.torch import load
     try:

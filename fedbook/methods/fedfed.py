@@ -124,7 +124,7 @@ def vae_loss(m, net, x, y, c):
 
 # %% ../../nbs/02_methods/6c_fedfed.ipynb #6736a59b
 def together_loss(m, net, x, y, c):
-    "Everything"
+    "The weighted sum of all losses"
     lopsided,ce = c.memory['lopsided'],c.local.task.loss
     found,mu,logvar = (torch.where(lopsided, t.detach(), t) for t in net('vae', x))
     noisy = torch.cat([x-found+sd*torch.randn_like(x[0]) for sd in (m.noise1, m.noise2)])

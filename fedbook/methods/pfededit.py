@@ -184,9 +184,9 @@ def repeating(
 @contextmanager
 def replayed(
     calls:dict, # Of `recorded`
-    until:int, # Modules that were done by then give the answers of then
+    until:int, # Modules that were done by then repeat their answers
 ):
-    "Spare the modules that would compute the same again"
+    "Skip the modules that would compute the same again"
     known = [(m, z) for m,((_,end,*z),*more) in calls.items()
         if end < until and not more and z[0] is not None]
     for m,z in known: m.forward = repeating(*z)
