@@ -12,7 +12,7 @@ from functools import lru_cache
 from pathlib import Path
 import os, re, sys, tomllib
 import fedbook
-from .errors import choose, Refused, require
+from .errors import choose, nearest, Refused, require
 from .files import fingerprint
 
 # %% ../nbs/01_foundations/51_manifest.ipynb #00b8581b
@@ -45,6 +45,9 @@ def experiments() -> dict[str, Experiment]: # Id to experiment
 # %% ../nbs/01_foundations/51_manifest.ipynb #8263b085
 def experiment(id:str) -> Experiment: # The experiment
     "An experiment by its id; raises `Refused` with the nearest id where there is none"
+    alike = [k for k in experiments() if k.partition('-')[2]==id.lower()]
+    require(not alike, f'There is no table or figure {id!r}; did you mean {" or ".join(alike)}?')
+    require(nearest(id, experiments()), f'There is no table or figure {id!r}; `fedbook list` names them all.')
     return choose(id, experiments(), 'table or figure')
 
 # %% ../nbs/01_foundations/51_manifest.ipynb #0cea6b5d

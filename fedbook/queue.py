@@ -241,11 +241,12 @@ def status() -> list[str]: # Lines
     "The tables of the queue, and what each is doing"
     about = load()
     works = alive(about['pid'])
-    now = 'rests' if works and (home()/'rests').exists() else 'works' if works else 'does not work'
+    now = 'rests' if works and (home()/'rests').exists() else 'works' if works else 'is not running'
     head = f'The queue {now}' + f', at commit {about["commit"][:7]}'*bool(about['commit'])
     return ([head]
         + [f'    {e.id:12} {e.profile:9} {"stopped" if e.state=="running" and not works else e.state:8} '
-            f'{left(e)}'.rstrip() for e in about['entries']])
+            f'{left(e)}'.rstrip() for e in about['entries']]
+        + ['To start it: fedbook queue start']*(not works))
 
 # %% ../nbs/01_foundations/61_queue.ipynb #55077050
 def place(id:str, profile:str) -> str: # 'waiting' or 'running', for `fedbook list`

@@ -51,7 +51,7 @@ def test_it_works_rests_goes_on_and_brings_home_what_it_has_made(project):
     made = project/'figures'/'000'/'table6'/'smoke'
     assert len(read(made/'rows.jsonl')) > 2 and (made/'table.md').exists() and (made/'run.json').exists()
     assert read(made/'rows.jsonl')==read(project/'.queue'/'checkout'/'figures'/'000'/'table6'/'smoke'/'rows.jsonl')
-    assert 'The queue does not work' in said(project)[1] and '0 runs fetched' in said(project, 'collect')[1]
+    assert 'The queue is not running' in said(project)[1] and '0 runs fetched' in said(project, 'collect')[1]
 
 def test_what_cannot_be_run_is_said_and_the_rest_goes_on(project):
     "A data set that is not here"
