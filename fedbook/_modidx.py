@@ -189,6 +189,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                              'fedbook.cli.in_lines': ('01_foundations/cli.html#in_lines', 'fedbook/cli.py'),
                              'fedbook.cli.left_out': ('01_foundations/cli.html#left_out', 'fedbook/cli.py'),
                              'fedbook.cli.list_': ('01_foundations/cli.html#list_', 'fedbook/cli.py'),
+                             'fedbook.cli.list_data': ('01_foundations/cli.html#list_data', 'fedbook/cli.py'),
                              'fedbook.cli.longest': ('01_foundations/cli.html#longest', 'fedbook/cli.py'),
                              'fedbook.cli.main': ('01_foundations/cli.html#main', 'fedbook/cli.py'),
                              'fedbook.cli.mark': ('01_foundations/cli.html#mark', 'fedbook/cli.py'),

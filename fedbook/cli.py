@@ -5,12 +5,13 @@
 # %% auto #0
 __all__ = ['columns', 'wrapped', 'cut', 'longest', 'widths', 'in_lines', 'aligned', 'begin', 'mark', 'overview', 'list_',
            'reproduce', 'assignment', 'verdict', 'claims', 'panels', 'markdown_rows', 'numbers', 'show', 'left_out',
-           'print_table', 'data', 'doctor', 'environment', 'profiles', 'queue', 'unchanged', 'quickstart', 'parser',
-           'add_switches', 'add_reproduce', 'add_show', 'add_queue', 'add_data', 'main']
+           'print_table', 'list_data', 'data', 'doctor', 'environment', 'profiles', 'queue', 'unchanged', 'quickstart',
+           'parser', 'add_switches', 'add_reproduce', 'add_show', 'add_queue', 'add_data', 'main']
 
 # %% ../nbs/01_foundations/62_cli.ipynb #572ce2c4
+from pathlib import Path
 import argparse, os, re, shutil, sys, textwrap
-from .errors import Refused
+from .errors import choose, Refused, require
 
 # %% ../nbs/01_foundations/62_cli.ipynb #af519e1f
 def columns() -> int: return shutil.get_terminal_size((200, 24)).columns
@@ -72,7 +73,7 @@ def aligned(
 # %% ../nbs/01_foundations/62_cli.ipynb #7ccce5e8
 def begin(a) -> int:
     "Where to start"
-    print('fedbook quickstart        one table and one picture on embedded data, in about 15 seconds')
+    print('fedbook quickstart        one table and one picture on embedded data, in under a minute')
     print('fedbook list              every table and figure, and how far each is')
     print('fedbook show 000-table7   a table: its claims with their verdicts, then its numbers')
     return 0
@@ -108,7 +109,7 @@ def list_(a) -> int:
     others = sum(max(map(len, c))+2 for i,c in enumerate(zip(*rows)) if i!=1)
     for r in rows: r[1] = cut(r[1], columns()-others)
     print(aligned(rows, columns()))
-    print(wrapped('✓ done, with the time of computing; · not run; blank: no such profile', 2))
+    print(wrapped('✓ done, with the time of computing; stopped: partly run; · not run; blank: no such profile', 2))
     for p in papers():
         here = sum(i.startswith((f'{p.id}-table', f'{p.id}-figure')) for i in experiments())
         print(f'{p.short} ({p.id}): {here} of {len(p.tables)+len(p.figures)} tables and figures are here')
@@ -232,13 +233,24 @@ def print_table(
     if n > most: print(left_out(id, folder.name, n, most))
     print(f'\nPicture, rows and notebook: {folder}')
 
+# %% ../nbs/01_foundations/62_cli.ipynb #3a16304e
+def list_data(found):
+    "A line for each data set"
+    width = max(len(row['name']) for row in found)
+    for row in found:
+        print(f'{row["name"]:{width}}  {row["where"] or "not here; get it with: "+row["how"]}')
+
 # %% ../nbs/01_foundations/62_cli.ipynb #4623f491
 def data(a) -> int:
-    "Which data sets are here; fetch one, or install the .npz files of an archive"
+    "Which data sets are here; fetch some, or install the .npz files of archives"
     from fedbook import data as d
-    if a.action=='fetch': print(f'{a.what}: {len(d.load(a.what).train_y):,} training images'); return 0
-    if a.action=='install': print('installed:', ', '.join(d.install(a.what))); return 0
-    for row in d.describe(): print(f'{row["name"]:20} {row["where"] or "not here; get it with: "+row["how"]}')
+    if a.action=='list': list_data(d.describe()); return 0
+    example = dict(fetch='a data set, e.g. mnist', install='an archive or an .npz file')[a.action]
+    require(a.what, f'Name what to {a.action}: {example}.')
+    for w in a.what:
+        require(a.action=='fetch' or Path(w).is_file(), f'There is no file {w}; name {example}.')
+        print(f'{w}: {len(d.load(w).train_y):,} training images' if a.action=='fetch'
+            else f'installed: {", ".join(d.install(w))}')
     return 0
 
 # %% ../nbs/01_foundations/62_cli.ipynb #545d3665
@@ -275,7 +287,7 @@ def profiles() -> int:
         missing = sorted(d for d in set().union(*(sets(e.profiles[p]) for e in experiments().values()
             if p in e.profiles)) if not here.get(d))
         print(f'profile {p:9} ' + ('has its data' if not missing
-            else f'needs {", ".join(missing)}: fedbook data fetch {missing[0]}'))
+            else f'needs {", ".join(missing)}: fedbook data fetch {" ".join(missing)}'))
     return 0
 
 # %% ../nbs/01_foundations/62_cli.ipynb #2911c836
@@ -323,6 +335,7 @@ def parser() -> argparse.ArgumentParser:
     add_data(command(data)); add_queue(command(queue))
     command(unchanged).add_argument(
         'checkout', help='a folder with the older code, e.g. made by: git worktree add FOLDER COMMIT')
+    top.commands = sub.choices # by name
     return top
 
 # %% ../nbs/01_foundations/62_cli.ipynb #cd7296fe
@@ -373,15 +386,18 @@ def add_data(p):
     p.add_argument(
         'action', nargs='?', choices=('list','fetch','install'), default='list',
         help='list what is here, fetch a data set, install the .npz files of an archive')
-    p.add_argument('what', nargs='?', help='a data set for fetch, an archive for install')
+    p.add_argument('what', nargs='*', help='data sets for fetch, archives for install')
 
 # %% ../nbs/01_foundations/62_cli.ipynb #e59f44a6
 def main(
     args:list[str]=None, # The command line's arguments
 ) -> int: # The exit code
     "Run a command; a refusal is one sentence and exit code 2"
-    a = parser().parse_args(args)
-    try: return a.run(a)
+    given,p = sys.argv[1:] if args is None else args,parser()
+    try:
+        if given and given[0][0]!='-': choose(given[0], p.commands, 'command')
+        a = p.parse_args(given)
+        return a.run(a)
     except Refused as e: print(e, file=sys.stderr); return 2
     # the reader of the pipe has closed it
     except BrokenPipeError: os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()); return 0

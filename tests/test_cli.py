@@ -20,7 +20,7 @@ def refused(p):
 @pytest.mark.parametrize('args,named', [(['reproduce','000-tabel7'], '000-table7'), (['reproduce','--profile','labtop'], 'laptop'), (['reproduce','-j','0'], '-j'),
     (['reproduce','000-table7','-p','sedes=[0]'], 'seeds'), (['reproduce','000-table7','-p','seeds=[0'], 'NAME=VALUE'), (['reproduce','000-table7','-p','data=mnits'], "'mnist'"), (['show','000-table77'], '000-table7'),
     (['reproduce','000-table7','-p','data="mnits"'], "'mnist'"), (['reproduce','000-table7','-p','model={name="sofmax"}'], "'softmax'"),
-    (['reproduce','--profile','laptop'], 'cifar100.npz'), (['show','000-table6'], 'has not been made'), (['data','fetch','cifar1O'], 'cifar10'), (['data','fetch','cifar100'], 'cifar100.npz'), (['reproduce','000-table7','-p','profile=laptop'], '--profile laptop'), (['reproduce','--no-rerun','--no-resume'], '--no-rerun'),
+    (['reproduce','--profile','laptop'], 'cifar100.npz'), (['show','000-table6'], 'has not been made'), (['data','fetch','cifar1O'], 'cifar10'), (['data','fetch'], 'e.g. mnist'), (['data','install','nothing.npz'], 'no file nothing.npz'), (['shwo'], "did you mean 'show'?"), (['show','nonsense'], 'fedbook list'), (['show','table9'], '000-table9 or 001-table9'), (['data','fetch','cifar100'], 'cifar100.npz'), (['reproduce','000-table7','-p','profile=laptop'], '--profile laptop'), (['reproduce','--no-rerun','--no-resume'], '--no-rerun'),
     (['show','000-table6','--profile','laptop-changed-../../x'], 'no profile'), (['reproduce','000-table7','-p','stand_in=[1]'], 'stand_in'), (['unchanged','/nowhere'], 'no checkout')])
 def test_bad_input_is_one_sentence_and_nothing_is_written(args, named, tmp_path):
     assert named in refused(fedbook(*args, FEDBOOK_FIGURES=tmp_path/'f'))
