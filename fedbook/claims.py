@@ -4,10 +4,10 @@
 
 # %% auto #0
 __all__ = ['KINDS', 'UNLIKE', 'UNLEARNT', 'NOT_RUN', 'RULE', 'Claim', 'claims', 'made', 'holds_in_print', 'decided',
-           'seeds_needed', 'leaning', 'needs', 'Test', 'near_chance', 'like', 'learnt', 'in_order', 'examined',
-           'outcome', 'against', 'verdicts', 'tabled', 'shown', 'ranks', 'rise', 'spearman', 'Correlation',
-           'of_clients', 'points', 'trend', 'first_reached', 'common_level', 'at_equal', 'AtEqual', 'Margin',
-           'on_average']
+           'seeds_needed', 'equal_in_every_seed', 'lean_of', 'leaning', 'needs', 'Test', 'near_chance', 'like',
+           'learnt', 'in_order', 'findings', 'examined', 'outcome', 'against', 'verdicts', 'tabled', 'shown', 'ranks',
+           'rise', 'spearman', 'Correlation', 'of_clients', 'points', 'trend', 'first_reached', 'common_level',
+           'at_equal', 'AtEqual', 'Margin', 'on_average']
 
 # %% ../nbs/01_foundations/42_claims.ipynb #0b7d1721
 from dataclasses import dataclass, field, replace
@@ -90,7 +90,19 @@ def seeds_needed(
     with np.errstate(divide='ignore', invalid='ignore'): strength = abs(mean)/error*np.sqrt(k/n)
     return next((int(i) for i in k[strength >= t.isf(level, k-1)+t.isf(.2, k-1)]), math.inf)
 
-# %% ../nbs/01_foundations/42_claims.ipynb #35061d05
+# %% ../nbs/01_foundations/42_claims.ipynb #98eb637d
+def equal_in_every_seed(gaps:list) -> bool:
+    "Does no pair lean to 'no', and is one a tie on two seeds or more?"
+    return min(map(np.mean, gaps))==0 and any(len(g) > 1 and not np.any(g) for g in gaps)
+
+# %% ../nbs/01_foundations/42_claims.ipynb #43d87baf
+def lean_of(gaps:list) -> tuple: # 'yes', 'no' or 'neither side', and the pairs on which it depends
+    "To which side pairs lean, positive differences being right"
+    least = min(map(np.mean, gaps))
+    if least < 0: return 'no', [g for g in gaps if np.mean(g) < 0]
+    return ('yes', gaps) if least > 0 else ('neither side', [])
+
+# %% ../nbs/01_foundations/42_claims.ipynb #9aa8a5b5
 def leaning(
     gaps:list, # Per pair its differences, positive where the claim is right
     near:list[bool], # Per pair, are both cells near chance?
@@ -98,10 +110,8 @@ def leaning(
     "Why a claim is undecided"
     if all(near): return 'near chance'
     alive = [g for g,n in zip(gaps, near) if not n]
-    least,seeds = min(map(np.mean, alive)),min(map(len, alive))
-    if least==0 and any(len(g) > 1 and not np.any(g) for g in alive): return 'equal in every seed'
-    lean,wanted = ('no', [g for g in alive if np.mean(g) < 0]) if least < 0 else ('yes',
-        alive) if least > 0 else ('neither side', [])
+    if equal_in_every_seed(alive): return 'equal in every seed'
+    seeds,(lean,wanted) = min(map(len, alive)),lean_of(alive)
     needed = [needs(wanted, lean, len(gaps))] if wanted and not (lean=='yes' and any(near)) else []
     return ', '.join([f'leans to {lean}', f'{seeds} seed{"s"*(seeds > 1)}', *needed,
         *([f'{sum(near)} of {len(near)} pairs near chance'] if any(near) else [])])
@@ -162,7 +172,12 @@ def in_order(
         else NOT_RUN if len(ran) < len(claim.pairs) else '')
     return [t for t in tests if t.found],len(claim.pairs),why
 
-# %% ../nbs/01_foundations/42_claims.ipynb #ed9684ff
+# %% ../nbs/01_foundations/42_claims.ipynb #e23d3e13
+def findings(tests:list) -> list[Paired]:
+    "What tests have found; where cells are near chance their p-value says nothing and counts as ½"
+    return [replace(t.found, p=.5) if t.near and math.isfinite(t.found.p) else t.found for t in tests]
+
+# %% ../nbs/01_foundations/42_claims.ipynb #f7041fca
 def examined(
     claim:Claim, # The claim
     records:list[dict], # Runs of its table
@@ -171,12 +186,11 @@ def examined(
     "A claim on our runs"
     tests,asked,why = claim.tests([r for r in records if r['variant']==variant])
     if not tests: return dict(verdict=': '.join(filter(None, ('not tested', why))), pairs=0)
-    near = [t.near for t in tests]
-    found = [replace(t.found, p=.5) if t.near and math.isfinite(t.found.p) else t.found for t in tests]
+    found = findings(tests)
     p,t = max(zip(found, tests), key=lambda f: (math.isnan(f[0].p), f[0].p, -claim.sign*f[0].mean))
     part = f' ({len(tests)} of {asked} pairs{f"; else {why}" if why==UNLEARNT else ""})'*(len(tests)!=asked)
     word = ('of older code' if any(r.get('older') for t in tests for c in t.cells for r in c)
-        else outcome(found, near, claim.sign))
+        else outcome(found, [t.near for t in tests], claim.sign))
     if (why or part) and word=='holds': word = 'undecided: holds in part'
     return dict(verdict=word+part, pairs=len(tests), difference=p.mean, low=p.low, high=p.high,
         seeds=len(p.differences), weakest=t.words)
