@@ -4,10 +4,10 @@
 
 # %% auto #0
 __all__ = ['aten', 'SEEN', 'HIDDEN', 'TURNS', 'SAME_SHAPE', 'RECORDINGS', 'Unseen', 'Shared', 'flat_step', 'nll', 'nll_backward',
-           'trace', 'ready_to_trace', 'take_out_draws', 'draw', 'simplify', 'idle', 'ones', 'pool_first', 'multiple',
-           'move', 'source', 'product', 'in_place', 'change', 'compiled', 'Step', 'list_of_one', 'list_of_many',
-           'finished', 'Bound', 'list_for', 'number', 'alone', 'together', 'drawn', 'placed', 'bring_back', 'recording',
-           'replayed']
+           'trace', 'ready_to_trace', 'take_out_draws', 'draw', 'simplify', 'idle', 'ones', 'relu_before', 'pool_first',
+           'multiple', 'move', 'source', 'product', 'in_place', 'change', 'compiled', 'Step', 'list_of_one',
+           'list_of_many', 'finished', 'Bound', 'list_for', 'number', 'alone', 'taken', 'together', 'drawn', 'placed',
+           'bring_back', 'recording', 'replayed']
 
 # %% ../nbs/01_foundations/appendix/36_trace.ipynb #8db12a3c
 from dataclasses import fields
@@ -141,18 +141,25 @@ def ones(n) -> bool:
     while getattr(n, 'target', None) in SAME_SHAPE: n = n.args[0]
     return getattr(n, 'target', None) is aten.ones_like.default
 
-# %% ../nbs/01_foundations/appendix/36_trace.ipynb #727629e1
+# %% ../nbs/01_foundations/appendix/36_trace.ipynb #898f3651
+def relu_before(pool): # (ReLU, gradient of the pooling, gradient of the ReLU), or `None`
+    "The ReLU that a max pooling and the two gradients use, and nothing else does"
+    relu,users = pool.args[0],{u.target: u for u in pool.args[0].users}
+    back,cut = (users.get(aten.max_pool2d_with_indices_backward.default),
+        users.get(aten.threshold_backward.default))
+    if relu.target is not aten.relu.default or not back or not cut: return None
+    return None if len(relu.users)!=3 or set(back.users)!={cut} else (relu, back, cut)
+
+# %% ../nbs/01_foundations/appendix/36_trace.ipynb #390bfcaa
 def pool_first(
     graph:torch.fx.Graph, # Changed in place
 ):
     "Move a ReLU behind the max pooling that follows it; the same values and gradients, to the bit"
     for pool in list(graph.nodes):
         if pool.target is not aten.max_pool2d_with_indices.default: continue
-        relu,users = pool.args[0],{u.target: u for u in pool.args[0].users}
-        back,cut = (users.get(aten.max_pool2d_with_indices_backward.default),
-            users.get(aten.threshold_backward.default))
-        if relu.target is not aten.relu.default or not back or not cut or len(relu.users)!=3 or set(
-            back.users)!={cut}: continue
+        found = relu_before(pool)
+        if not found: continue
+        relu,back,cut = found
         out = next(u for u in pool.users if u.args[1]==0)
         with graph.inserting_after(out): z = graph.call_function(aten.relu.default, (out,))
         out.replace_all_uses_with(z, lambda user: user is not z)
@@ -352,14 +359,19 @@ def alone(bound, j, x, y, scale):
     for old,t in zip(flat, new): old.copy_(t)
     return loss
 
-# %% ../nbs/01_foundations/appendix/36_trace.ipynb #0d239a95
+# %% ../nbs/01_foundations/appendix/36_trace.ipynb #55ae659b
+def taken(bound, rows, device): # Tensors of these clients, and their rows where they are not neighbours
+    "Some clients of the stack"
+    a,n = rows[0],len(rows)
+    apart = None if rows[-1]-a+1==n else torch.tensor(rows, device=device)
+    if n==bound.clients: return bound.flat,apart
+    return [t[a:a+n] if apart is None else t.index_select(0, apart) for t in bound.flat],apart
+
+# %% ../nbs/01_foundations/appendix/36_trace.ipynb #54c473a4
 def together(bound, rows, x, y, scale):
     "The step of the clients `rows`"
-    a,n = rows[0],len(rows)
-    apart = None if rows[-1]-a+1==n else torch.tensor(rows, device=x.device)
-    flat = bound.flat if n==bound.clients else [t[a:a+n] if apart is None else t.index_select(0, apart)
-        for t in bound.flat]
-    run,draws = list_for(bound, n, flat, x, y)
+    flat,apart = taken(bound, rows, x.device)
+    run,draws = list_for(bound, len(rows), flat, x, y)
     noise = zip(*(drawn(bound.streams[j], draws) for j in rows)) if draws else ()
     noise = [torch.stack(d) for d in noise]
     if bound.record and flat is bound.flat: return replayed(bound, run, scale, x, y, *noise)
