@@ -109,7 +109,8 @@ def list_(a) -> int:
     others = sum(max(map(len, c))+2 for i,c in enumerate(zip(*rows)) if i!=1)
     for r in rows: r[1] = cut(r[1], columns()-others)
     print(aligned(rows, columns()))
-    print(wrapped('✓ done, with the time of computing; stopped: partly run; · not run; blank: no such profile', 2))
+    print(wrapped('✓ done, with the time of computing; stopped: partly run; · not run; '
+        'blank: no such profile', 2))
     for p in papers():
         here = sum(i.startswith((f'{p.id}-table', f'{p.id}-figure')) for i in experiments())
         print(f'{p.short} ({p.id}): {here} of {len(p.tables)+len(p.figures)} tables and figures are here')

@@ -143,6 +143,7 @@ def absent(
     "What of a printed table is not compared"
     def gone(k): return dict.fromkeys(c[k] for c in t.left_out if c[k] not in [here[k] for here in t.cells])
     values = [f'{t.columns.get(k, k)} {", ".join(map(str, gone(k)))}' for k in t.index if gone(k)]
-    what,never = '; '.join(values) or 'the others',[t.columns.get(m, m) for m in t.metrics if m not in metrics]
-    return [*([f'{len(t.cells)} of {len(t.cells)+len(t.left_out)} printed cells are compared; not run: {what}.']
-        if t.left_out else []), *([f'Printed and not compared: {", ".join(never)}.'] if never else [])]
+    never = ', '.join(t.columns.get(m, m) for m in t.metrics if m not in metrics)
+    return [*([f'{len(t.cells)} of {len(t.cells)+len(t.left_out)} printed cells are compared; not run: '
+        f'{"; ".join(values) or "the others"}.'] if t.left_out else []),
+        *([f'Printed and not compared: {never}.'] if never else [])]
