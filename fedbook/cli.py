@@ -396,7 +396,7 @@ def main(
     "Run a command; a refusal is one sentence and exit code 2"
     given,p = sys.argv[1:] if args is None else args,parser()
     try:
-        if given and given[0][0]!='-': choose(given[0], p.commands, 'command')
+        if given and not given[0].startswith('-'): choose(given[0], p.commands, 'command')
         a = p.parse_args(given)
         return a.run(a)
     except Refused as e: print(e, file=sys.stderr); return 2

@@ -9,7 +9,7 @@ __all__ = ['FIELDS', 'ROW', 'HEAD', 'ROUNDS', 'ALPHA', 'COLUMNS', 'plain', 'chec
            'main_metric', 'best_round', 'sign_of', 'value_of', 'score_of', 'chance_level', 'at_chance', 'signed',
            'rounded', 'Comparison', 'scored_across', 'provenance', 'listed', 'what_ran', 'how_it_ran', 'exceptions',
            'notes_of', 'coordinate', 'grouped', 'check_runs', 'shape_of', 'parts_printed', 'compare_cell',
-           'near_chance', 'cell_verdict', 'compared', 'comparison', 'p_value', 'Paired', 'paired', 'select',
+           'only_guesses', 'cell_verdict', 'compared', 'comparison', 'p_value', 'Paired', 'paired', 'select',
            'named_colours', 'settle', 'style', 'legend_beside', 'dots', 'save_figure', 'texts_of', 'save_outputs']
 
 # %% ../nbs/01_foundations/40_results.ipynb #80b4acaf
@@ -561,7 +561,7 @@ def compare_cell(
     return [metric, printed, mean, len(ours), low, high, mean-printed, word]
 
 # %% ../nbs/01_foundations/40_results.ipynb #d55dd656
-def near_chance(runs:list[dict], cell:dict, metric:str, at:str) -> bool:
+def only_guesses(runs:list[dict], cell:dict, metric:str, at:str) -> bool:
     "Are the runs of a cell, and what is printed for it, no better than a guess?"
     main = main_metric(runs)
     return (metric in METRICS and at_chance(runs, at, above=metric_of(main).tolerance)
@@ -579,7 +579,7 @@ def cell_verdict(
     if ours and any(r.get('older') for r in runs): return 'of older code'
     printed,other = cell.get(metric),any(r['stand_in'].get('data') for r in runs)
     margin = 0. if printed is None else metric_of(metric).margin(printed)
-    near = near_chance(runs, cell, metric, at)
+    near = only_guesses(runs, cell, metric, at)
     return verdict(ours, printed, any(map(stand_ins, runs)), margin, other, near)
 
 # %% ../nbs/01_foundations/40_results.ipynb #6d108c10

@@ -105,3 +105,9 @@ def test_a_part_of_a_table():
     t = printed('002-table4')
     some = t.only(lambda c: c['ratio'] in (.2, .5))
     assert [c['ratio'] for c in some.cells]==[.2, .5]*2 and len(some.bold)==4 and len(t.cells)==8
+
+def test_a_table_names_the_cells_and_the_metrics_that_are_not_compared():
+    t = printed('000-table6'); few = t.only(lambda c: c['epochs']==4)
+    assert t.absent(t.metrics)==[] and few.absent(t.metrics)==[f'{len(few.cells)} of {len(t.cells)} printed cells are compared; not run: '
+        f'{t.columns["epochs"]} {", ".join(str(c["epochs"]) for c in t.cells if c["epochs"]!=4)}.']
+    assert t.absent(['accuracy'])==[f'Printed and not compared: {t.columns["loss"]}.']

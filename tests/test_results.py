@@ -465,3 +465,7 @@ def test_what_several_runs_share_is_named_once():
     some = [run(s, engine=e, data=d) for s,(e,d) in enumerate([('traced, processes', 'a'), ('processes, traced', 'a, b'), ('traced', 'b')])]
     made = R.provenance(some)
     assert made['engine']==['traced','processes'] and made['data']==['a','b']
+
+def test_a_small_difference_keeps_two_digits():
+    from fedbook.results import signed
+    assert signed(0., 0., 0.)=='+0.00 [+0.00, +0.00]' and signed(12., 9.5, 14.5)=='+12.00 [+9.50, +14.50]' and signed(.004, -.002, .012)=='+0.004 [-0.002, +0.012]'
