@@ -92,6 +92,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                   'fedbook/chapters/lpft.py'),
                                        'fedbook.chapters.lpft.with_distortion': ( '02_methods/chapter_lpft.html#with_distortion',
                                                                                   'fedbook/chapters/lpft.py')},
+            'fedbook.chapters.mean_token': { 'fedbook.chapters.mean_token.mlp_tokens': ( '02_methods/chapter_mean_token.html#mlp_tokens',
+                                                                                         'fedbook/chapters/mean_token.py')},
             'fedbook.chapters.normed': { 'fedbook.chapters.normed.normed': ( '02_methods/chapter_normed.html#normed',
                                                                              'fedbook/chapters/normed.py')},
             'fedbook.chapters.pfededit': { 'fedbook.chapters.pfededit.contender': ( '02_methods/chapter_pfededit.html#contender',

@@ -14,7 +14,7 @@ from pathlib import Path
 from tqdm.auto import tqdm
 
 # %% ../nbs/01_foundations/52_unchanged.ipynb #c1dac008
-import fedbook.chapters.normed, fedbook.experiments as experiments
+import fedbook.chapters.mean_token, fedbook.chapters.normed, fedbook.experiments as experiments
 from .data import CATALOGUE, load
 from .errors import Refused, require
 from fedbook.experiments import (code_fingerprint, federation, is_user_model, Setting, stage_after,
@@ -114,7 +114,7 @@ from fedbook.experiments import code_fingerprint, federation, Setting, stage_aft
 from fedbook.method import combined
 from fedbook.models import MODELS
 from fedbook.rounds import run
-import fedbook.chapters.lpft, fedbook.tokens # Networks that rows have
+import fedbook.chapters.fedcspack, fedbook.chapters.lpft, fedbook.tokens # Networks that rows have
 from fedbook.segmentation import reduced
 from fedbook.tensors import flatten
 %s

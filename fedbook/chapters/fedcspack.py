@@ -7,6 +7,7 @@ __all__ = ['DIFFERENCES', 'ALGORITHMS', 'CHOSEN', 'NATURAL', 'comparison_setting
            'contenders', 'look']
 
 # %% ../../nbs/02_methods/40_chapter_fedcspack.ipynb #8e2f51f7
+import fedbook.chapters.mean_token # A network of Table 1
 from ..errors import choose
 from ..experiments import Setting
 from ..method import method
