@@ -94,6 +94,7 @@ def check_values(
     given:dict, # Parameters of a notebook; `columns` holds some for each printed data set
 ):
     "Raise `Refused` for a data set or a model that is unknown, damaged or not available here"
+    import fedbook.chapters.mean_token # A network that tables name
     from fedbook.experiments import classifier, dataset
     images = given.get('data', 'fashion_mnist_mini')
     dataset(images)
