@@ -22,6 +22,4 @@ def mlp_tokens(
     body.mean, body.flatten = nn.AvgPool2d((image_size, 1)), nn.Flatten()
     add_linear(body, in_channels*width, hidden)
     return Classifier(body, nn.Linear(hidden[-1], n_classes))
-
-# %% ../../nbs/02_methods/39a_chapter_mean_token.ipynb #2b80f977
 MODELS['mlp_tokens'] = mlp_tokens
