@@ -1,7 +1,10 @@
 "A frozen stem sees each image once, and its tokens are a data set like any other."
+import json, os, subprocess, sys
+from pathlib import Path
 import numpy as np, pytest, torch
 from torch.nn.functional import avg_pool2d
 from fedbook import tokens
+from fedbook.chapters.mean_token import mlp_tokens
 from fedbook.data import load, normaliser
 from fedbook.errors import Refused
 from fedbook.experiments import federation, Setting
@@ -81,3 +84,20 @@ def test_stacked_clients_are_clients_one_by_one(data):
         protocol=dict(rounds=2, per_round=2), local=dict(batch_size=8))
     (a,_),(b,_) = (run(federation(s), engine=engine(name, 'cpu')) for name in ('one_by_one','stacked'))
     assert all(torch.allclose(v, b['server']['w'][k], atol=1e-5) for k,v in a['server']['w'].items())
+
+def test_the_perceptron_on_the_mean_token_is_two_lines_of_numpy():
+    torch.manual_seed(0)
+    model,x = mlp_tokens(n_classes=3, image_size=4, width=6, hidden=(5,)),torch.rand(7, 1, 4, 6)
+    (W,b),(V,c) = ((l.weight.detach().numpy(), l.bias.detach().numpy()) for l in (model.body.fc1, model.head))
+    hidden = np.maximum(x.numpy().mean((1, 2))@W.T + b, 0)
+    np.testing.assert_allclose(model(x).detach().numpy(), hidden@V.T + c, atol=1e-6)
+
+def test_a_column_of_fedcspacks_table_1_is_run_on_tokens(tmp_path):
+    column = 'CIFAR-10={data="fashion_mnist_mini",tokens={n_train=400,stem="test_efficientnet",size=64,pretrained=false},model={name="mlp_tokens",width=112},input={mean="half"},stand_in={data="tokens of Fashion-MNIST"}}'
+    run = subprocess.run([str(Path(sys.executable).with_name('fedbook')), 'reproduce', '003-table1', '-j', '1', '-p', f'columns={{{column}}}', '-p', 'reference={}'],
+        capture_output=True, text=True, env=os.environ | dict(FEDBOOK_FIGURES=str(tmp_path/'figures'), FEDBOOK_DATA=str(tmp_path/'data')))
+    assert run.returncode==0, run.stdout + run.stderr
+    [rows] = (tmp_path/'figures').glob('003/table1/*/rows.jsonl')
+    found = [json.loads(l) for l in rows.read_text().splitlines()]
+    assert {(r['data'], r['model'], r['cell']['dataset']) for r in found}=={('fashion_mnist_mini_tokens400', 'mlp_tokens', 'CIFAR-10')} and len(found)==15
+    assert 'Data: fashion_mnist_mini_tokens400. Model: mlp_tokens.' in (said := (rows.parent/'table.md').read_text()) and 'tokens of Fashion-MNIST' in said
