@@ -204,7 +204,7 @@ def follow(c, bound, groups, streams):
     losses = [bound(*step) for step in steps(c, groups, streams)]
     bring_back(bound)
     rows = np.concatenate([g.rows for g in groups])
-    return torch.cat(losses)[np.argsort(rows, kind='stable')].cpu().split(np.bincount(rows).tolist())
+    return torch.cat(losses)[np.argsort(rows, kind='stable')].split(np.bincount(rows).tolist())
 
 # %% ../nbs/01_foundations/38_engines.ipynb #f298e1c8
 CACHE = 2**25 # Bytes of stacked weights on a processor

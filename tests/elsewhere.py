@@ -6,6 +6,7 @@ from torch.utils._python_dispatch import return_and_correct_aliasing, TorchDispa
 from torch.utils._pytree import tree_leaves, tree_map
 
 DEVICE = torch.device('meta')
+JOINS = torch.ops.aten.cat.default, torch.ops.aten.stack.default # take no scalar of another device, as most operations do
 
 class Elsewhere(torch.Tensor):
     "A tensor of the other device"
@@ -36,7 +37,7 @@ def compute(op, args, kwargs):
     tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
     there,wanted = [t for t in tensors if isinstance(t, Elsewhere)],kwargs.get('device')
     moves = op in (torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default)
-    here = [t for t in tensors if t.dim() and not isinstance(t, Elsewhere)]
+    here = [t for t in tensors if (t.dim() or op in JOINS) and not isinstance(t, Elsewhere)]
     if there and here and not moves and not (op is torch.ops.aten.index.Tensor and isinstance(args[0], Elsewhere)): # indices may be on the processor
         raise RuntimeError(f'{op} was given tensors of two devices: one of shape {tuple(there[0].shape)} there, one of shape {tuple(here[0].shape)} here')
     kwargs = {**tree_map(held, kwargs), **({'device': 'cpu'} if wanted else {}), **({'generator': None} if 'generator' in kwargs else {})}

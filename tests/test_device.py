@@ -84,3 +84,8 @@ def test_traced_steps_stay_on_their_device(monkeypatch, name):
         warnings.simplefilter('error', engines.FellBack)
         run(federation(fitting(name), sizes=(8,8), per_round=2, rounds=2, module=mlp(bn=True, dropout=.5, blocks=True)), engine=engines.stacked())
     assert codes and not any("device(type='cpu')" in c for c in codes)
+
+@pytest.mark.parametrize('name', ['fedavg', 'fedref'])
+def test_losses_of_stacked_clients_stay_on_their_device(monkeypatch, name):
+    "A method may send a loss: beside the weights it must be where they are"
+    assert agrees(monkeypatch, federation(fitting(name), rounds=2, module=mlp()), engine='stacked')
