@@ -70,10 +70,13 @@ def said(setting:dict) -> list: # Digests of the partition and of the last state
         digest(t.cpu().numpy() for _,t in sorted(flatten(state).items())), rows]
 
 # %% ../nbs/01_foundations/52_unchanged.ipynb #b07123aa
-def made_again(name:str):
+def made_again(
+    name:str, # Of a data set
+    digits:dict=dict(n_train=300, n_test=300), # Settings of `fedbook.chapters.lpft.digit5`
+):
     "Have `load` find a data set that a table made, by its name"
     from fedbook.chapters import lpft
-    if name=='digit5': return lpft.digit5(n_train=300, n_test=300)
+    if name=='digit5': return lpft.digit5(**digits)
     if name=='radiographs': return lpft.radiographs()
     whole,_,size = name.rpartition('_')
     if whole in CATALOGUE and size.startswith('tokens'):

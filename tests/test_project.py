@@ -9,7 +9,7 @@ INI = configparser.ConfigParser(); INI.read(ROOT/'settings.ini'); INI = INI['DEF
 TOML = tomllib.loads((ROOT/'pyproject.toml').read_text())
 PROJECT,NBDEV = TOML['project'],TOML['tool']['nbdev']
 FLOORS = ['errors', 'files streams settings', 'sources tensors compat wire', 'corruptions', 'further_corruptions', 'data partition models optim tasks memory published segmentation', 'shifts', 'features', 'tokens', 'method', 'methods', 'federation', 'client replies evaluate', 'rounds', 'trace workers', 'engines', 'tables', 'results papers manifest claims pictures',
-          'experiments', 'beside chapters theory tuning unchanged', 'page evidence', 'ledger', 'runner', 'queue', 'cli']
+          'experiments', 'beside chapters theory tuning unchanged', 'page evidence recreate', 'ledger', 'runner', 'queue', 'cli']
 
 def plain(x): return dict(true=True, false=False).get(x.lower(), x) if isinstance(x, str) else x
 
