@@ -8,7 +8,7 @@ __all__ = ['OFTEN', 'CACHE', 'SEVERAL', 'NO_GPU', 'ONLY_GPU', 'TEAMS', 'ENGINES'
            'first_states', 'stackable', 'worth_a_trace', 'common', 'local_step_of', 'replies_of', 'follow', 'FellBack',
            'out_of_memory', 'Traced', 'views', 'standing', 'give_up', 'halve', 'stacked', 'graphs', 'cores',
            'Processes', 'team_of', 'disband', 'engine', 'used', 'possible', 'trial', 'round_seconds', 'smallest',
-           'measure', 'local_steps', 'kind', 'busy', 'choice', 'Fastest']
+           'steps_each', 'local_steps', 'spread', 'measure', 'kind', 'busy', 'choice', 'Fastest']
 
 # %% ../nbs/01_foundations/38_engines.ipynb #dd562e60
 from collections import Counter
@@ -418,6 +418,35 @@ def smallest(
             if samples==len(fed.data.clients[0]): raise
             size *= 2
 
+# %% ../nbs/01_foundations/38_engines.ipynb #85b4c211
+def steps_each(
+    fed:Federation, # A run
+) -> float: # The mean over the clients
+    "The local steps of a client in a round"
+    d,(l,_) = fed.data,work_of(fed.method, fed.local, 0)
+    return l.epochs*sum(-(-len(c)//l.batch_size) for c in d.clients)/len(d.clients)
+
+def local_steps(
+    fed:Federation, # A run
+) -> float: # Expected over the sampling of clients
+    "The local steps of a whole run"
+    d,p = fed.data,fed.protocol
+    return (fed.method.opening*len(d.clients) + p.rounds*p.per_round)*steps_each(fed)
+
+# %% ../nbs/01_foundations/38_engines.ipynb #37ead29a
+def spread(
+    fed:Federation, # The run, ready
+    size:int, # Of its trial
+    step:float, # Seconds of a step of the trial on one client, all that it does in a round included
+) -> float: # Between 0 and 1
+    "The time of a step of the run as a share of that of a step of the trial"
+    one,two = (trial(fed, 1, s) for s in (size, 2*size))
+    few,more,every = map(steps_each, (one, two, fed))
+    if more==few or every <= few: return 1.
+    alone = (round_seconds(one_by_one, two) - few*step)/(more-few)
+    alone = min(max(alone, 0), step)
+    return (alone + (step-alone)*few/every)/step
+
 # %% ../nbs/01_foundations/38_engines.ipynb #7ccc1790
 def measure(
     fed:Federation, # The run
@@ -425,23 +454,15 @@ def measure(
     "Try engines on a few steps"
     fed,start = ready(fed),time.perf_counter()
     size,step = smallest(fed)
-    if step > LONG or step*local_steps(fed) < SHORT: return dict(one_by_one=step)
-    small,times = trial(fed, size=size),dict(one_by_one=step)
+    times = dict(one_by_one=step)
+    if step*local_steps(fed) < SHORT: return times
+    small = trial(fed, size=size)
     steps = local_steps(small)/small.protocol.rounds
     for name in possible(fed)[1:]:
-        if time.perf_counter()-start < BUDGET:
+        if step <= LONG and time.perf_counter()-start < BUDGET:
             times[name] = round_seconds(engine(name, fed.data.x.device.type), small)/steps
-    return times
-
-# %% ../nbs/01_foundations/38_engines.ipynb #85b4c211
-def local_steps(
-    fed:Federation, # A run
-) -> float: # Expected over the sampling of clients
-    "The local steps of a whole run"
-    d,(l,_) = fed.data,work_of(fed.method, fed.local, 0)
-    # number of times that a client trains
-    trained = fed.method.opening*len(d.clients) + fed.protocol.rounds*fed.protocol.per_round
-    return trained*l.epochs*sum(-(-len(c)//l.batch_size) for c in d.clients)/len(d.clients)
+    share = spread(fed, size, step)
+    return {name: t*share for name,t in times.items()}
 
 # %% ../nbs/01_foundations/38_engines.ipynb #7ad71516
 def kind(

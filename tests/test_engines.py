@@ -462,6 +462,22 @@ def test_a_trial_holds_out_samples_of_its_clients_only():
     assert [len(h) for h in small.data.held]==[2, 2]==[len(h) for h in fed.data.held[:2]] and len(small.data.clients)==2
     assert engines.measure(fed)['one_by_one'] > 0
 
+@pytest.mark.parametrize('once,each', [(6., 1.), (0., 1.), (6., 0.)])
+def test_what_a_client_does_once_a_round_counts_once_a_round(machine, monkeypatch, once, each):
+    fed = long(federation(sizes=(64,)*3))
+    fed = ready(replace(fed, local=replace(fed.local, epochs=1, batch_size=4)))
+    monkeypatch.setattr(engines, 'possible', lambda fed: ['one_by_one','stacked'])
+    monkeypatch.setattr(engines, 'round_seconds', lambda engine, some: len(some.data.clients)*(once+each*engines.steps_each(some)))
+    monkeypatch.setattr(engines, 'LONG', 100.)
+    times = engines.measure(fed)
+    assert times==pytest.approx(dict(one_by_one=each+once/16, stacked=each+once/16)) # 64 samples in batches of 4
+
+def test_a_disturbed_trial_gives_no_negative_time_and_none_longer_than_its_own(machine, monkeypatch):
+    fed = ready(replace((f := federation(sizes=(64,)*3)), local=replace(f.local, epochs=1, batch_size=4)))
+    for seconds in (.001, 1000.):
+        monkeypatch.setattr(engines, 'round_seconds', lambda *a: seconds)
+        assert 0 < engines.spread(fed, 1, .5) <= 1
+
 def test_a_trial_grows_until_the_method_accepts_it_and_a_refused_client_is_refused():
     from fedbook.methods.pfededit import PFedEdit
     fed = federation(PFedEdit(p=.1, k=1, variant='intended'), sizes=(40, 40, 40))
