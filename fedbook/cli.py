@@ -304,7 +304,8 @@ def queue(a) -> int:
 def recreate(a) -> int:
     "Run one stored cell of a table again, and see whether it is what it was"
     from fedbook.recreate import recreate as work
-    for text in a.cell: require('=' in text, f'--cell expects NAME=VALUE, e.g. algorithm=FedAvg, not {text!r}.')
+    for text in a.cell:
+        require('=' in text, f'--cell expects NAME=VALUE, e.g. algorithm=FedAvg, not {text!r}.')
     found = work(a.id, a.profile, dict(t.split('=', 1) for t in a.cell))
     print(aligned(found, columns()))
     return int(any(row[-1] in ('outside','differs') for row in found[1:]))
