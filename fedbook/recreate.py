@@ -31,7 +31,7 @@ def cells_of(
     "The runs of present code, cell by cell"
     codes,cells = {},{}
     for r in sorted(records, key=lambda r: r['when']):
-        key = json.dumps([r['setting']['method'], r['setting']['model'], len(r['setting']['after'])])
+        key = json.dumps([r['setting']['method'], r['setting']['model'], len(r['setting'].get('after', []))])
         if key not in codes: codes[key] = equivalent_codes(case_of(r).code())
         if r['code'] not in codes[key]: continue
         cells.setdefault(json.dumps({**r['cell'], 'variant': r['variant']}), {})[r['seed']] = r

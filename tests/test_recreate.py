@@ -49,6 +49,10 @@ def test_older_code_does_not_count(rows):
     rewrite(rows, lambda r: {**r, 'code': '0'*16})
     with pytest.raises(Refused, match='older code'): recreate('000-table6')
 
+def test_a_setting_stored_before_it_had_later_stages_counts(rows):
+    rewrite(rows, lambda r: {**r, 'setting': {k: v for k,v in r['setting'].items() if k!='after'}})
+    assert [f[3] for f in recreate('000-table6')[1:]]==['the same']*2
+
 def test_other_data_are_refused(rows):
     record = read(rows)[0]
     with pytest.raises(Refused, match='fashion_mnist_mini'): again({**record, 'fingerprint': '0'*16})

@@ -1,5 +1,5 @@
 "What a result depends on is found wherever it lies; what changes no result is left out."
-import importlib, shutil, subprocess, sys
+import ast, importlib, inspect, shutil, subprocess, sys
 from functools import lru_cache, partial
 from pathlib import Path
 import pytest
@@ -7,7 +7,7 @@ from fedbook import models, optim, partition, shifts, tasks
 from fedbook.errors import Refused
 from fedbook.experiments import Case, code_fingerprint, Setting
 from fedbook.method import FedAvg, method, methods, METHODS
-from fedbook.sources import Sources
+from fedbook.sources import bare, FStrings, Sources
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -150,3 +150,24 @@ def dark(): return lambda x, y, rng: (x//2, y)
 def test_a_method_can_be_compared_also_where_its_notebook_defined_it():
     "A notebook's own class takes the place of the exported one in its process, and is taken piece by piece"
     for c in methods().values(): Sources(apart=(c.__module__,)).add(c, c.__name__)
+
+# ---- other Pythons
+
+@pytest.mark.parametrize('parts,text', [
+    ([ast.Constant('a'), ast.Constant('')], "f_string('a')"), ([], 'f_string()'),
+    ([ast.FormattedValue(ast.Name('x'), -1, ast.JoinedStr([ast.Constant('.3'), ast.Constant('')]))], "f_string(value(x, -1, f_string('.3')))")])
+def test_a_text_with_values_is_known_by_its_parts(parts, text):
+    "Python 3.12 ends some with an empty part, and 3.11 does not"
+    assert ast.unparse(FStrings().visit(ast.JoinedStr(parts)))==text
+
+def test_no_module_is_known_by_how_python_writes_quotes():
+    for path in (ROOT/'fedbook').rglob('*.py'):
+        assert not any(isinstance(n, ast.JoinedStr) for n in ast.walk(ast.parse(bare(path.read_text())))), path
+
+@pytest.mark.parametrize('python', ['python3.12', 'python3.13', 'python3.14'])
+def test_another_python_reads_the_same_source(python):
+    if not shutil.which(python): pytest.skip(f'{python} is not installed')
+    program = f"import ast\n{inspect.getsource(FStrings)}\n{inspect.getsource(bare)}\nimport sys; print(bare(sys.stdin.read()))"
+    for path in (ROOT/'fedbook').rglob('*.py'):
+        there = subprocess.run([python, '-c', program], input=path.read_text(), capture_output=True, text=True, check=True).stdout
+        assert there==bare(path.read_text())+'\n', path
