@@ -2492,6 +2492,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                'fedbook.trace.nll': ('01_foundations/appendix/trace.html#nll', 'fedbook/trace.py'),
                                'fedbook.trace.nll_backward': ('01_foundations/appendix/trace.html#nll_backward', 'fedbook/trace.py'),
                                'fedbook.trace.number': ('01_foundations/appendix/trace.html#number', 'fedbook/trace.py'),
+                               'fedbook.trace.of_one_client': ('01_foundations/appendix/trace.html#of_one_client', 'fedbook/trace.py'),
                                'fedbook.trace.ones': ('01_foundations/appendix/trace.html#ones', 'fedbook/trace.py'),
                                'fedbook.trace.placed': ('01_foundations/appendix/trace.html#placed', 'fedbook/trace.py'),
                                'fedbook.trace.pool_first': ('01_foundations/appendix/trace.html#pool_first', 'fedbook/trace.py'),

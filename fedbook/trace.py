@@ -6,10 +6,11 @@
 __all__ = ['aten', 'SEEN', 'HIDDEN', 'TURNS', 'SAME_SHAPE', 'RECORDINGS', 'Unseen', 'Shared', 'flat_step', 'nll', 'nll_backward',
            'trace', 'ready_to_trace', 'take_out_draws', 'draw', 'simplify', 'idle', 'ones', 'relu_before', 'pool_first',
            'multiple', 'move', 'source', 'product', 'in_place', 'change', 'compiled', 'Step', 'list_of_one',
-           'list_of_many', 'finished', 'Bound', 'list_for', 'number', 'alone', 'taken', 'together', 'drawn', 'placed',
-           'bring_back', 'recording', 'replayed']
+           'list_of_many', 'of_one_client', 'finished', 'Bound', 'list_for', 'number', 'alone', 'taken', 'together',
+           'drawn', 'placed', 'bring_back', 'recording', 'replayed']
 
 # %% ../nbs/01_foundations/appendix/36_trace.ipynb #8db12a3c
+from copy import deepcopy
 from dataclasses import fields
 from functools import lru_cache, partial
 import operator, re
@@ -267,7 +268,8 @@ class Step:
     """The local step of a run, and its lists: one for every number of clients and batch size that is
     worth one"""
     def __init__(self, method:FedAvg, local:LocalTraining, net:Net):
-        self.parts,self.kinds,self.lists,self.places,self.recordings = (method, local, net),{},{},{},{}
+        self.parts,self.traces = (method, local, net),{}
+        self.kinds,self.lists,self.places,self.recordings = {},{},{},{}
 
 # %% ../nbs/01_foundations/appendix/36_trace.ipynb #bca432b5
 def list_of_one(
@@ -294,6 +296,19 @@ def list_of_many(
     simplify(many.graph)
     return many,draws
 
+# %% ../nbs/01_foundations/appendix/36_trace.ipynb #n36a1x5b90c4
+def of_one_client(
+    step:Step, # The step
+    spec, # How flat tensors make their trees
+    *flat:Tensor, # A client's tensors, x, y, and the scale
+    phase=None, # Of the method
+): # As `list_of_one`
+    "A copy of a client's step, which is traced when its shapes first occur"
+    key = phase,spec,tuple((t.shape, t.stride(), t.dtype, t.device) for t in flat)
+    if key not in step.traces: step.traces[key] = list_of_one(step.parts, spec, *flat, phase=phase)
+    gm,pairs = step.traces[key]
+    return torch.fx.GraphModule(gm, deepcopy(gm.graph)),pairs
+
 # %% ../nbs/01_foundations/appendix/36_trace.ipynb #379b55d8
 def finished(
     step:Step, # The step
@@ -304,7 +319,7 @@ def finished(
 ): # A function of `flat`, draws and the scale as a number, and the draws
     "The list of a step, ready to run"
     first = [t[0] if n > 1 else t for t in flat[:-1]]
-    gm,pairs = list_of_one(step.parts, spec, *first, flat[-1], phase=phase)
+    gm,pairs = of_one_client(step, spec, *first, flat[-1], phase=phase)
     gm,draws = list_of_many(gm, n, *flat) if n > 1 else (gm, [])
     in_place(gm, pairs, len(flat)-1)
     return compiled(gm),draws
