@@ -1842,6 +1842,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                               'fedbook.page.card': ('01_foundations/page.html#card', 'fedbook/page.py'),
                               'fedbook.page.chapter': ('01_foundations/page.html#chapter', 'fedbook/page.py'),
                               'fedbook.page.claims': ('01_foundations/page.html#claims', 'fedbook/page.py'),
+                              'fedbook.page.exporter': ('01_foundations/page.html#exporter', 'fedbook/page.py'),
                               'fedbook.page.inline': ('01_foundations/page.html#inline', 'fedbook/page.py'),
                               'fedbook.page.is_old': ('01_foundations/page.html#is_old', 'fedbook/page.py'),
                               'fedbook.page.label': ('01_foundations/page.html#label', 'fedbook/page.py'),

@@ -5,11 +5,12 @@
 # %% auto #0
 __all__ = ['TAGS', 'COLOURS', 'PRINT', 'STYLE', 'SEARCH', 'HEAD', 'INTRO', 'CODE', 'Made', 'label', 'inline', 'badge', 'ruling',
            'claims', 'size', 'pictures', 'table', 'links', 'tally', 'thumbnail', 'body', 'card', 'chapter', 'ranked',
-           'page', 'is_old', 'notebook_page']
+           'page', 'is_old', 'exporter', 'notebook_page']
 
 # %% ../nbs/01_foundations/55_page.ipynb #3d25a675
 from collections import Counter
 from dataclasses import dataclass
+from functools import cache
 from html import escape, unescape
 from itertools import groupby
 from pathlib import Path
@@ -282,15 +283,19 @@ def is_old(
     return not to.exists() or to.stat().st_mtime < nb.stat().st_mtime
 
 # %% ../nbs/01_foundations/55_page.ipynb #6f8382e9
+@cache
+def exporter():
+    "What turns notebooks into pages; it reads its templates once"
+    from nbconvert import HTMLExporter
+    return HTMLExporter(template_name='basic', exclude_input_prompt=True, exclude_output_prompt=True)
+
 def notebook_page(
     nb:Path, # An executed notebook; the page lies beside it
 ):
     "Write a notebook as a page, unless that is newer than the notebook"
     if not is_old(nb): return
-    from nbconvert import HTMLExporter
     from pygments.formatters import HtmlFormatter
-    html,_ = HTMLExporter(template_name='basic', exclude_input_prompt=True,
-        exclude_output_prompt=True).from_filename(str(nb))
+    html,_ = exporter().from_filename(str(nb))
     colours = HtmlFormatter().get_style_defs('.highlight')
     heading = re.search('<h1[^>]*>([^<]+)', html)
     title = f'{heading[1] if heading else "fedbook"} ({escape(", ".join(nb.parts[-3:-1]))})'

@@ -8,15 +8,17 @@ __all__ = ['asset', 'Paper', 'papers', 'Printed', 'value_in', 'only', 'printed_t
 
 # %% ../nbs/01_foundations/41_papers.ipynb #c6da2442
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 import tomllib
 from .errors import choose, Refused, require
 from .tables import markdown, Table
 
 # %% ../nbs/01_foundations/41_papers.ipynb #7a61504e
+@cache
 def asset(
     name:str, # A .toml file of the package
-) -> dict: # Its content
+) -> dict: # Its content, which nobody changes: it is read once
     "Read a file of transcribed numbers and facts"
     return tomllib.loads((Path(__file__).parent/'assets'/name).read_text(encoding='utf-8'))
 
@@ -132,8 +134,9 @@ def printed(
     "A table as its paper prints it; raises `Refused` with the nearest id where there is none"
     choose(table_id, printed_ids(), 'printed table')
     p,t = next((p, t) for p in papers() for t in tables_of(p) if f'{p.id}-{t["id"]}' == table_id)
-    bold = [c.pop('bold', []) for c in t['cells']]
-    return Printed(**{**t, 'id': table_id, 'paper': p, 'bold': bold})
+    bold = [c.get('bold', []) for c in t['cells']]
+    cells = [{k: v for k,v in c.items() if k!='bold'} for c in t['cells']]
+    return Printed(**{**t, 'id': table_id, 'paper': p, 'cells': cells, 'bold': bold})
 
 # %% ../nbs/01_foundations/41_papers.ipynb #3c60ebdc
 def absent(
