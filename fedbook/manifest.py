@@ -45,6 +45,7 @@ def experiments() -> dict[str, Experiment]: # Id to experiment
 # %% ../nbs/01_foundations/51_manifest.ipynb #8263b085
 def experiment(id:str) -> Experiment: # The experiment
     "An experiment by its id; raises `Refused` with the nearest id where there is none"
+    if id in experiments(): return experiments()[id]
     alike = [k for k in experiments() if k.partition('-')[2]==id.lower()]
     require(not alike, f'There is no table or figure {id!r}; did you mean {" or ".join(alike)}?')
     require(nearest(id, experiments()), f'There is no table or figure {id!r}; `fedbook list` names them all.')

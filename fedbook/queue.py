@@ -16,7 +16,6 @@ import fedbook
 from .errors import choose, require
 from .files import writing
 from .manifest import experiment, experiments, figures, output_folder, PROFILES, root
-from .results import append, read
 
 # %% ../nbs/01_foundations/61_queue.ipynb #a808a4a3
 def home() -> Path: # .queue beside nbs/, which git ignores
@@ -187,12 +186,13 @@ def collect(
     entries:list[Entry]=None, # Tables; `None`: all of the queue
 ) -> str: # What was fetched, in words
     "Fetch finished runs from the queue's checkout"
+    from fedbook.results import append, read # with torch, which nothing else here needs
     n = 0
     for e in load()['entries'] if entries is None else entries:
         here = output_folder(e.id, e.profile)
         there = home()/'checkout'/'figures'/here.relative_to(figures())
-        new = [r for r in read(there/'rows.jsonl')
-            if r['fingerprint'] not in {k['fingerprint'] for k in read(here/'rows.jsonl')}]
+        known = {r['fingerprint'] for r in read(here/'rows.jsonl')}
+        new = [r for r in read(there/'rows.jsonl') if r['fingerprint'] not in known]
         for r in new: append(here/'rows.jsonl', r)
         n += len(new)
         if e.state=='done' and (there/'run.json').exists(): replace(there, here)

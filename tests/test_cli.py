@@ -365,3 +365,8 @@ def test_a_table_of_hours_is_not_ended_by_the_timeout_of_a_table_of_minutes(monk
     monkeypatch.setattr(runner, 'check_values', lambda given: None)
     night,day = (plan(['002-table2'], p)[0].timeout for p in ('overnight','laptop'))
     assert night==24*3600 > day
+
+@pytest.mark.parametrize('words', ['list', 'queue', 'show 000-table6'])
+def test_what_only_tells_needs_no_torch(words):
+    code = f"import sys; from fedbook.cli import main; main({words.split()}); sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, '-c', code], capture_output=True).returncode==0

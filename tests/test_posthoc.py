@@ -314,7 +314,7 @@ def test_a_killed_stage_goes_on_to_the_same_rows(tmp_path, name, monkeypatch):
     epochs = {r for r,_,k,_ in whole['rows'] if k=='cross_average'}
     assert epochs=={3, 4, 5} and sum(k=='personal_accuracy' for *_,k,_ in whole['rows'])==4*4 and sum(k.startswith('on_') for *_,k,_ in whole['rows'])==16
 
-@pytest.mark.parametrize('engine', [Traced, stacked, lambda: Processes(2), lambda: Processes(2, Traced())])
+@pytest.mark.parametrize('engine', [Traced, stacked, lambda: Processes(2, Traced())])
 @pytest.mark.parametrize('name', STRATEGIES)
 def test_every_engine_fine_tunes_alike(name, engine, monkeypatch):
     "In float64, with BatchNorm and an optimiser that lives on"
