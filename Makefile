@@ -18,7 +18,7 @@ test: export FEDBOOK_DATA = $(TMP)/data
 test: export TQDM_DISABLE = 1
 test: export OMP_NUM_THREADS = 1
 test: env
-	nbdev_test --n_workers 2
+	nbdev_test --n_workers 2 --skip_folder_re '^([_.]|00_tutorials)' # the tutorials are run by tests/test_tutorials.py
 	env -u FEDBOOK_FIGURES python -m pytest -n 2 --dist worksteal
 
 BENCH = workloads: [softmax, mlp, cnn64, cnn512, resnet18, frozen], repeats: 5, seconds: .3, half: true, \

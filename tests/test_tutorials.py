@@ -1,4 +1,4 @@
-"What a reader does from outside: the tutorials run with the package as it is installed, in a folder of their own."
+"What a reader does from outside: the tutorials run with the package as it is installed, in a folder of their own; `make test` runs them here only."
 import json, os, shutil, subprocess, sys
 from pathlib import Path
 import pytest
