@@ -32,7 +32,7 @@ bench: env
 	papermill nbs/05_scale/posthoc.ipynb $(TMP)/posthoc.ipynb --cwd nbs/05_scale --no-progress-bar -y "{$(POSTHOC)}"
 
 # `make device` measures the accelerator, or the processor where there is none, and writes figures/scale/device/cpu or cuda.
-DEVICE = clients: [10, 100], networks: {resnet18: {image_size: 32, batch: 128, images: 1024, stem: cifar}, \
+DEVICE = clients: [10, 100], precisions: [float32, bf16], networks: {resnet18: {image_size: 32, batch: 128, images: 1024, stem: cifar}, \
 	vit_small_patch16_224: {image_size: 224, batch: 128, images: 512}}, sizes: [2048, 8192], repeats: 5, folder: ../../figures/scale/device
 
 device: env
