@@ -1,7 +1,8 @@
 """A second device without a GPU: tensors that say they are on `meta`, hold their values on the processor, and are refused beside tensors of the processor as a GPU's are."""
 from contextlib import contextmanager, nullcontext
 import torch
-from fedbook import evaluate, rounds, tensors
+from fedbook import evaluate, rounds, tensors, trace
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import return_and_correct_aliasing, TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -64,6 +65,20 @@ def elsewhere(monkeypatch):
         m.setattr(torch.__future__, 'get_overwrite_module_params_on_conversion', lambda: True)
         m.setattr(rounds, 'load', lambda path, device: loaded(path)) # safetensors knows real devices only
         with Watch(): yield DEVICE
+
+@contextmanager
+def traced_elsewhere(monkeypatch):
+    "In this block each step that the engines trace is traced a second time for the other device, where nothing is computed; gives its code"
+    there,finished,codes = FakeTensorMode(),trace.finished,[]
+    def twice(step, n, spec, *flat, phase):
+        with there: fakes = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=DEVICE) for t in flat]
+        with monkeypatch.context() as m:
+            m.setattr(trace, 'compiled', lambda gm: codes.append(gm.code))
+            finished(step, n, spec, *fakes, phase=phase)
+        return finished(step, n, spec, *flat, phase=phase)
+    with monkeypatch.context() as m:
+        m.setattr(trace, 'finished', twice)
+        yield codes
 
 def loaded(path):
     tree,notes = tensors.load(path)

@@ -2,8 +2,7 @@
 from dataclasses import dataclass, replace
 import warnings
 import pytest, torch
-from torch._subclasses.fake_tensor import FakeTensorMode
-from fedbook import engines, memory, trace
+from fedbook import engines, memory
 from fedbook.data import augmenter
 from fedbook.experiments import federation as experiment, Setting
 from fedbook.method import FedAvg, LocalTraining, METHODS, methods
@@ -67,23 +66,6 @@ def test_a_gpu_computes_float32_as_such_and_in_one_order(monkeypatch):
 
 def test_a_method_that_mixes_devices_is_found(monkeypatch):
     with elsewhere(monkeypatch), pytest.raises(RuntimeError, match='two devices'): run(moved(federation(Careless())))
-
-@pytest.mark.parametrize('name', sorted({*methods()}-{'lora','adapter'})) # under an adapter stands a network that is not among the tensors of a step
-def test_traced_steps_stay_on_their_device(monkeypatch, name):
-    "Each step that the engines trace is traced a second time for the other device, where nothing is computed"
-    monkeypatch.setattr(engines, 'OFTEN', 0)
-    there,finished,compiled,codes = FakeTensorMode(),trace.finished,trace.compiled,[]
-    def twice(step, n, spec, *flat, phase):
-        with there: fakes = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=DEVICE) for t in flat]
-        with monkeypatch.context() as m:
-            m.setattr(trace, 'compiled', lambda gm: codes.append(gm.code))
-            finished(step, n, spec, *fakes, phase=phase)
-        return finished(step, n, spec, *flat, phase=phase)
-    monkeypatch.setattr(trace, 'finished', twice)
-    with warnings.catch_warnings():
-        warnings.simplefilter('error', engines.FellBack)
-        run(federation(fitting(name), sizes=(8,8), per_round=2, rounds=2, module=mlp(bn=True, dropout=.5, blocks=True)), engine=engines.stacked())
-    assert codes and not any("device(type='cpu')" in c for c in codes)
 
 @pytest.mark.parametrize('name', ['fedavg', 'fedref'])
 def test_losses_of_stacked_clients_stay_on_their_device(monkeypatch, name):

@@ -320,7 +320,7 @@ def test_every_engine_fine_tunes_alike(name, engine, monkeypatch):
     "In float64, with BatchNorm and an optimiser that lives on"
     monkeypatch.setattr('fedbook.engines.OFTEN', 0)
     module = unbiased()
-    fed = precise(federation(method(name, carry=True, **STRATEGIES[name]), sizes=(7,12,20,3), per_round=4, module=module, local=LocalTraining(1, 4, SGD(.05, .9)), personal_every=1, cross=6))
+    fed = precise(federation(method(name, carry=True, **STRATEGIES[name]), sizes=(7,12), per_round=2, module=module, local=LocalTraining(1, 4, SGD(.05, .9)), personal_every=1, cross=6))
     (a,rows),(b,more) = run(fed),run(fed, engine=engine())
     assert distance(a, b) < 1e-9 and [r[:3] for r in rows]==[r[:3] for r in more]
     assert np.allclose([r[3] for r in rows if r[2]!='train_loss'], [r[3] for r in more if r[2]!='train_loss'])
