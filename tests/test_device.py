@@ -32,7 +32,7 @@ def agrees(monkeypatch, fed, make=None, at=None, engine='one_by_one'):
 @pytest.mark.parametrize('in_files', [False, True])
 def test_every_method_runs_on_another_device(monkeypatch, tmp_path, name, in_files):
     if in_files: monkeypatch.setattr(memory, 'IN_RAM', 0)
-    fed = federation(fitting(name), sizes=(7,9,8,6), rounds=2, local=LocalTraining(1, 4, SGD(.1, .9, 1e-3)), module=mlp(bn=True, dropout=.5, blocks=True), buffers='local' if in_files else 'average')
+    fed = federation(fitting(name), sizes=(7,9,8), per_round=2, rounds=2, local=LocalTraining(1, 4, SGD(.1, .9, 1e-3)), module=mlp(bn=True, dropout=.5, blocks=True), buffers='local' if in_files else 'average')
     assert agrees(monkeypatch, fed, at=tmp_path/'run.part' if in_files else None)
 
 def test_a_run_is_taken_up_again_there(monkeypatch, tmp_path):
