@@ -135,7 +135,7 @@ def own(fed, state, i):
 
 # FedFA needs feature maps, and pTaLoS the blocks of a transformer
 FIRST = sorted(methods().keys() - {*KINDS, 'fedfa', 'ptalos'})
-SETTINGS = dict(pfededit=dict(k=1))
+SETTINGS = dict(pfededit=dict(k=1), fedfed=dict(distilling=1))
 
 @pytest.mark.parametrize('first,name', [*((m, 'lora') for m in FIRST), *((m, 'adapter') for m in ('fedper','ft','fedbn'))])
 def test_it_begins_with_the_model_that_was_scored_last(first, name):
