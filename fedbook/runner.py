@@ -12,11 +12,12 @@ __all__ = ['LONGEST', 'WIDGET', 'OWN', 'PAGE', 'Job', 'noted', 'changed', 'tagge
 from concurrent.futures import ProcessPoolExecutor, wait
 from dataclasses import dataclass, field
 from functools import partial
+from inspect import signature
 from pathlib import Path
 from statistics import fmean
 import json, logging, multiprocessing, os, tempfile, threading, time, warnings
 from tqdm.auto import tqdm
-from .errors import nearest, Refused, require
+from .errors import choose, nearest, Refused, require
 from .files import writing
 from .manifest import (
     changed_name, changed_runs, experiment, experiments, figures, output_folder, PROFILES, root)
@@ -91,13 +92,18 @@ def check_parameters(
 
 # %% ../nbs/01_foundations/60_runner.ipynb #edc18f1f
 def check_values(
-    given:dict, # Parameters of a notebook; `columns` holds some for each printed data set
+    given:dict, # Parameters of a notebook; `columns` and `worlds` hold some for each printed data set
 ):
-    "Raise `Refused` for a data set or a model that is unknown, damaged or not available here"
+    """Raise `Refused` for a data set or a model that is unknown, damaged or not available here,
+    and for unknown arguments of tokens"""
     import fedbook.chapters.mean_token # A network that tables name
     from fedbook.experiments import classifier, dataset
+    from fedbook.tokens import tokens_of
     images = given.get('data', 'fashion_mnist_mini')
-    dataset(images)
+    for part in (dict(given, data=images), *given.get('worlds', {}).values()):
+        if 'data' in part: dataset(part['data'])
+        for k in part.get('tokens', {}):
+            choose(k, [*signature(tokens_of).parameters][1:], 'argument of tokens')
     for k in given:
         if k=='model' or k.endswith('_model'): classifier(images, json.dumps(given[k]), 0, 'cpu')
     for column in given.get('columns', {}).values(): check_values(column)

@@ -3,6 +3,7 @@ import re, fcntl, json, os, pty, shutil, signal, statistics, struct, subprocess,
 from pathlib import Path
 import nbformat, pytest
 from nbformat.v4 import new_code_cell, new_notebook
+from fedbook.errors import Refused
 from fedbook.manifest import figures, output_folder
 from fedbook.runner import Job, plan, run_job, state
 
@@ -179,6 +180,11 @@ def test_a_table_through_papermill(whole):
     listed = fedbook('list', FEDBOOK_FIGURES=to).stdout
     assert re.search(f'^  {FOLDER.name} +✓', listed, re.M) and not re.search('^000-table6 .*✓', listed, re.M)
     assert re.search(r'^4 +68\.65 → \d+\.\d\d', fedbook('show', '000-table6', FEDBOOK_FIGURES=to).stdout, re.M)
+
+@pytest.mark.parametrize('id,given,named', [('001-table1', dict(worlds=dict(Lyme=dict(data='pneumoniamnits'))), "'pneumoniamnist_balanced'"),
+    ('001-table1', dict(worlds=dict(Lyme=dict(tokens=dict(stme='x')))), "'stem'"), ('000-table9', dict(tokens=dict(n_trian=1)), "'n_train'")])
+def test_data_and_tokens_of_every_world_are_looked_at_before_any_work(id, given, named):
+    with pytest.raises(Refused, match=f'did you mean {named}'): plan([id], 'smoke', given)
 
 def test_a_second_run_computes_nothing(whole):
     rows = whole[0]/FOLDER/'rows.jsonl'
