@@ -285,9 +285,11 @@ def is_old(
 # %% ../nbs/01_foundations/55_page.ipynb #6f8382e9
 @cache
 def exporter():
-    "What turns notebooks into pages; it reads its templates once"
+    """What turns notebooks into pages; it reads its templates once,
+    and leaves the code as it was highlighted, for what comes out of that is clean"""
     from nbconvert import HTMLExporter
-    return HTMLExporter(template_name='basic', exclude_input_prompt=True, exclude_output_prompt=True)
+    return HTMLExporter(template_name='basic', exclude_input_prompt=True, exclude_output_prompt=True,
+        filters=dict(clean_html=lambda code: code))
 
 def notebook_page(
     nb:Path, # An executed notebook; the page lies beside it
