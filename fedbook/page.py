@@ -285,11 +285,11 @@ def is_old(
 # %% ../nbs/01_foundations/55_page.ipynb #6f8382e9
 @cache
 def exporter():
-    """What turns notebooks into pages; it reads its templates once,
-    and leaves the code as it was highlighted, for what comes out of that is clean"""
+    """What turns notebooks into pages; it reads its templates once. Code is not cleaned of HTML once more,
+    as highlighting escapes it, and raw cells, which would need it, are left out"""
     from nbconvert import HTMLExporter
     return HTMLExporter(template_name='basic', exclude_input_prompt=True, exclude_output_prompt=True,
-        filters=dict(clean_html=lambda code: code))
+        exclude_raw=True, filters=dict(clean_html=lambda code: code))
 
 def notebook_page(
     nb:Path, # An executed notebook; the page lies beside it

@@ -186,6 +186,10 @@ def test_a_table_through_papermill(whole):
 def test_data_and_tokens_of_every_world_are_looked_at_before_any_work(id, given, named):
     with pytest.raises(Refused, match=f'did you mean {named}'): plan([id], 'smoke', given)
 
+@pytest.mark.parametrize('id,name', [('001-table1','worlds'), ('003-table1','columns'), ('000-table9','tokens')])
+def test_what_must_be_a_table_is_one(id, name):
+    with pytest.raises(Refused, match=f'{name} must be a table, not 5'): plan([id], 'smoke', {name: 5})
+
 def test_a_second_run_computes_nothing(whole):
     rows = whole[0]/FOLDER/'rows.jsonl'
     before = rows.read_bytes()

@@ -55,6 +55,13 @@ def test_neither_the_page_nor_its_notebooks_need_a_network(made, parsed):
     text = made.read_text(encoding='utf-8')
     assert '$' not in re.sub(r'<script>.*?</script>', '', text, flags=re.S) and 'prefers-color-scheme:dark' in text
 
+def test_code_with_tags_is_shown_and_not_run(tmp_path):
+    from nbformat.v4 import new_code_cell, new_notebook, new_raw_cell
+    (nb := tmp_path/'notebook.ipynb').write_text(json.dumps(new_notebook(cells=[new_code_cell("'<script>a</script>'"), new_raw_cell('<script>b</script>')])))
+    notebook_page(nb)
+    text = nb.with_suffix('.html').read_text(encoding='utf-8')
+    assert '<script' not in text and '&lt;script&gt;a' in text
+
 def test_the_same_results_give_the_same_page(made, monkeypatch):
     before = made.read_bytes()
     monkeypatch.setenv('FEDBOOK_FIGURES', str(made.parent))

@@ -1,5 +1,5 @@
 "A client that fails or sends something else does not count: the round goes on, to the bit, as if it had not taken part."
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 import warnings
 import pytest, torch
 from fedbook import rounds
@@ -41,7 +41,7 @@ def without(monkeypatch, when=1):
     usual = rounds.taking_part
     monkeypatch.setattr(rounds, 'taking_part', lambda fed, r: {i: n for i,n in usual(fed, r).items() if i!=BAD or r!=when})
 
-def small(m, **kw): return federation(m, module=mlp(blocks=True), per_round=4, **kw)
+def small(m): return federation(m, module=mlp(blocks=True), per_round=4)
 
 def one_away(m, monkeypatch):
     "The run without the bad client"
