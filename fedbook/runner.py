@@ -100,7 +100,8 @@ def check_values(
     from fedbook.experiments import classifier, dataset
     from fedbook.tokens import tokens_of
     for k in ('columns','worlds','tokens'):
-        require(isinstance(given.get(k, {}), dict), f'The parameter {k} must be a table, not {given.get(k)!r}.')
+        require(isinstance(given.get(k, {}), dict),
+            f'The parameter {k} must be a table, not {given.get(k)!r}.')
     images = given.get('data', 'fashion_mnist_mini')
     for part in (dict(given, data=images), *given.get('worlds', {}).values()):
         if 'data' in part: dataset(part['data'])
