@@ -105,7 +105,7 @@ def overview() -> list[list[str]]: # The header, and a row for each table
 def list_(a) -> int:
     "Every table and figure, with its state and time in each profile"
     from fedbook.manifest import experiments
-    from fedbook.papers import papers
+    from fedbook.papers import papers, shown_by, without_results
     rows = overview()
     others = sum(max(map(len, c))+2 for i,c in enumerate(zip(*rows)) if i!=1)
     for r in rows: r[1] = cut(r[1], columns()-others)
@@ -113,8 +113,9 @@ def list_(a) -> int:
     print(wrapped('✓ done, with the time of computing; stopped: partly run; · not run; '
         'blank: no such profile', 2))
     for p in papers():
-        here = sum(i.startswith((f'{p.id}-table', f'{p.id}-figure')) for i in experiments())
-        print(f'{p.short} ({p.id}): {here} of {len(p.tables)+len(p.figures)} tables and figures are here')
+        here = [i in experiments() for i in shown_by(p).values()]
+        print(wrapped(f'{p.short} ({p.id}): {sum(here)} of {len(here)} tables and figures are here; '
+            f'nothing to run in {without_results(p)}', 2))
     return 0
 
 # %% ../nbs/01_foundations/62_cli.ipynb #0e992e66

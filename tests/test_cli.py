@@ -66,7 +66,8 @@ def test_only_tables_and_figures_are_counted():
     "Not the checks of theorems, which have notebooks, too"
     from fedbook.manifest import experiments
     here = [i for i in experiments() if re.fullmatch(r'002-(table|figure)\w+', i)]
-    assert f'LP-FT (002): {len(here)} of 14 tables and figures are here' in fedbook('list').stdout and len(here) < len([i for i in experiments() if i.startswith('002')])
+    said = ' '.join(fedbook('list').stdout.split())
+    assert f'LP-FT (002): {len(here)} of 10 tables and figures are here; nothing to run in Table 1 (a comparison in words), Table 5' in said and len(here) < len([i for i in experiments() if i.startswith('002')])
 
 def test_a_reader_who_has_seen_enough():
     p = subprocess.run(f'{FEDBOOK[0]} list | head -1', shell=True, capture_output=True, text=True, cwd=ROOT)

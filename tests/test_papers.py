@@ -1,8 +1,8 @@
 "The transcribed numbers against a second transcription, made column by column from the page."
-import math
+import math, re
 import pytest
 from fedbook.errors import Refused
-from fedbook.papers import papers, printed, printed_ids
+from fedbook.papers import labels, papers, printed, printed_ids, shown_by
 from fedbook.results import comparison
 
 SECOND = {
@@ -30,6 +30,15 @@ def test_five_papers():
     assert [len(p.tables) for p in ps]==[10,9,8,4,6] and [len(p.figures) for p in ps]==[2,4,6,10,5]
     assert [len(p.authors) for p in ps]==[4,5,6,4,3]
     for p in ps: assert len(set(p.tables))==len(p.tables) and len(set(p.figures))==len(p.figures) and p.title==p.title.strip()
+
+@pytest.mark.parametrize('p', papers(), ids=lambda p: p.short)
+def test_every_table_and_figure_is_made_or_has_nothing_to_run(p):
+    from fedbook.manifest import experiments
+    shown = shown_by(p)
+    assert set(shown.values()) <= set(experiments()) and set(shown) | set(p.nothing_to_run)==set(labels(p))
+    assert set(p.shown_with) <= set(shown) and not set(p.shown_with.values()) & set(p.shown_with)
+    assert {f'{p.id}-{i}' for i in p.shown_with}.isdisjoint(experiments()) # else it has an id of its own
+    assert {i for i in experiments() if re.match(rf'{p.id}-(table|figure)', i)} <= set(shown.values())
 
 def test_the_ids(): assert printed_ids()==[*(f'000-table{n}' for n in range(4, 11)), *(f'001-table{n}' for n in (1,2,'2-best',*range(3, 10))), *(f'002-table{n}' for n in (2, 3, 4, 7, 8)), *(f'003-table{n}' for n in ('1','2','3','A1')), *(f'004-table{n}' for n in range(2, 7))]
 
