@@ -282,14 +282,13 @@ def environment():
 def profiles() -> int:
     "What each profile could run here"
     from fedbook.data import describe
-    from fedbook.manifest import experiments, PROFILES
+    from fedbook.manifest import having, PROFILES
+    from fedbook.runner import data_sets
     here = {r['name']: r['where'] for r in describe()}
-    def sets(given): return {c['data'] for c in (given, *given.get('columns', {}).values()) if 'data' in c}
     for p in PROFILES:
-        missing = sorted(d for d in set().union(*(sets(e.profiles[p]) for e in experiments().values()
-            if p in e.profiles)) if not here.get(d))
-        print(f'profile {p:9} ' + ('has its data' if not missing
-            else f'needs {", ".join(missing)}: fedbook data fetch {" ".join(missing)}'))
+        missing = sorted({d for e in having(p) for d in data_sets(e.profiles[p]) if not here.get(d)})
+        print(wrapped(f'profile {p:9} ' + ('has its data' if not missing
+            else f'needs {", ".join(missing)}; `fedbook data` tells where to get them'), 18))
     return 0
 
 # %% ../nbs/01_foundations/62_cli.ipynb #2911c836
@@ -365,7 +364,8 @@ def add_switches(p):
 # %% ../nbs/01_foundations/62_cli.ipynb #34012982
 def add_reproduce(p):
     "The arguments of `reproduce`"
-    p.add_argument('ids', nargs='*', metavar='ID', help='tables and figures, e.g. 000-table7; none for all')
+    p.add_argument('ids', nargs='*', metavar='ID',
+        help='tables and figures, e.g. 000-table7; none for all that can be made here')
     p.add_argument(
         '--profile', default='smoke',
         help='smoke (seconds), laptop (real data, minutes), overnight (hours) or paper (the printed scale)')

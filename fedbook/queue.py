@@ -13,9 +13,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 import json, os, shutil, subprocess, sys, time, tomllib
 import fedbook
-from .errors import choose, require
+from .errors import require
 from .files import writing
-from .manifest import experiment, experiments, figures, output_folder, PROFILES, root
+from .manifest import experiment, figures, having, output_folder, root
 
 # %% ../nbs/01_foundations/61_queue.ipynb #a808a4a3
 def home() -> Path: # .queue beside nbs/, which git ignores
@@ -47,9 +47,8 @@ def order(
 ) -> list[str]: # Ids, the most telling hour first
     "The tables that have the profile; raises `Refused` for one that lacks it, and where none has it"
     first = tomllib.loads((Path(fedbook.__file__).parent/'assets'/'queue.toml').read_text())['first']
-    choose(profile, PROFILES, 'profile')
     for i in ids: experiment(i).parameters(profile)
-    wanted = list(ids) or [i for i,e in experiments().items() if profile in e.profiles]
+    wanted = list(ids) or [e.id for e in having(profile)]
     require(wanted, f'No table has the profile {profile}.')
     return sorted(wanted, key=lambda i: first.index(i) if i in first else len(first))
 
@@ -225,7 +224,8 @@ def stop() -> str:
     """End the queue, and fetch what it has finished;
     an unfinished run resumes from its last round at the next start"""
     pid = load()['pid']
-    if alive(pid): each(pid, 'kill')
+    if not alive(pid): return f'No queue works; {collect()}.'
+    each(pid, 'kill')
     return f'The queue has ended; {collect()}.'
 
 # %% ../nbs/01_foundations/61_queue.ipynb #9f4e36b7

@@ -4,9 +4,10 @@
 
 # %% auto #0
 __all__ = ['LONGEST', 'WIDGET', 'OWN', 'PAGE', 'Job', 'noted', 'changed', 'tagged', 'notebook_parameters', 'check_parameters',
-           'check_values', 'job_for', 'plan', 'mark', 'forget_paths', 'forget_bars', 'manager', 'execute', 'reason',
-           'kept', 'run_job', 'worker', 'reproduce', 'work', 'clear', 'cells', 'Stand', 'duration', 'how_far',
-           'time_left', 'to_do', 'Watch', 'state', 'cost', 'made', 'unwritten', 'index']
+           'parts', 'data_sets', 'check_values', 'job_for', 'plan', 'refusal', 'plan_all', 'mark', 'forget_paths',
+           'forget_bars', 'manager', 'execute', 'reason', 'kept', 'run_job', 'worker', 'reproduce', 'work', 'clear',
+           'cells', 'Stand', 'duration', 'how_far', 'time_left', 'to_do', 'Watch', 'state', 'cost', 'made', 'unwritten',
+           'index']
 
 # %% ../nbs/01_foundations/60_runner.ipynb #b59ad034
 from concurrent.futures import ProcessPoolExecutor, wait
@@ -20,7 +21,7 @@ from tqdm.auto import tqdm
 from .errors import choose, nearest, Refused, require
 from .files import writing
 from .manifest import (
-    changed_name, changed_runs, experiment, experiments, figures, output_folder, PROFILES, root)
+    changed_name, changed_runs, experiment, experiments, figures, having, output_folder, PROFILES, root)
 from .page import is_old, Made, notebook_page, page
 
 # %% ../nbs/01_foundations/60_runner.ipynb #31d0ca92
@@ -90,6 +91,28 @@ def check_parameters(
             f'{Path(nb).name} has no parameter {k!r}; '
             + (f'did you mean {near!r}?' if near else f'it has {", ".join(known)}.'))
 
+# %% ../nbs/01_foundations/60_runner.ipynb #runnerdatasets1
+def parts(
+    given:dict, # Parameters
+    name:str='', # Theirs
+):
+    "Parameters by name, and all that lie within them; what a stand-in stands for is prose"
+    yield name,given
+    for k,v in given.items():
+        if isinstance(v, dict) and k!='stand_in': yield from parts(v, k)
+
+def data_sets(
+    given:dict, # Parameters of a notebook
+) -> list[str]: # Names for `fedbook.data.load`
+    "What a table reads: the data sets that its parameters and worlds name, and those of which these are made"
+    from fedbook.chapters.lpft import MADE_OF, WORLDS
+    digits,profile = given.get('digits', {}),given.get('profile', '').partition('-')[0]
+    made = MADE_OF | {'digit5': () if digits.get('folder') else digits.get('sources', MADE_OF['digit5'])}
+    tables = [given, *(experiment(t).parameters(profile) for t in given.get('tables', ()))]
+    def read(p, name): return p.get('data') or WORLDS.get(str(p.get('world', name)), {}).get('data')
+    named = [d for t in tables for name,p in parts(t) if isinstance(d := read(p, name), str)]
+    return list(dict.fromkeys(s for d in named for s in made.get(d, [d])))
+
 # %% ../nbs/01_foundations/60_runner.ipynb #edc18f1f
 def check_values(
     given:dict, # Parameters of a notebook; `columns` and `worlds` hold some for each printed data set
@@ -102,9 +125,11 @@ def check_values(
     for k in ('columns','worlds','tokens'):
         require(isinstance(given.get(k, {}), dict),
             f'The parameter {k} must be a table, not {given.get(k)!r}.')
+    for k,part in (given.get('columns', {}) | given.get('worlds', {})).items():
+        require(isinstance(part, dict), f'{k} must be a table, not {part!r}.')
     images = given.get('data', 'fashion_mnist_mini')
-    for part in (dict(given, data=images), *given.get('worlds', {}).values()):
-        if 'data' in part: dataset(part['data'])
+    for d in (images, *data_sets(given)): dataset(d)
+    for part in (given, *given.get('worlds', {}).values()):
         for k in part.get('tokens', {}):
             choose(k, [*signature(tokens_of).parameters][1:], 'argument of tokens')
     for k in given:
@@ -122,7 +147,7 @@ def job_for(e, profile:str, parameters:dict) -> Job: # Of an entry of the manife
 
 # %% ../nbs/01_foundations/60_runner.ipynb #5eb2ae0f
 def plan(
-    ids:list[str], # Tables and figures; empty for all
+    ids:list[str], # Tables and figures; empty for all that have the profile
     profile:str, # smoke, laptop, overnight or paper
     parameters:dict={}, # Instead of the manifest's
 ) -> list[Job]: # Checked
@@ -130,7 +155,27 @@ def plan(
     wanted = parameters.get('profile')
     require(wanted is None,
         f'The parameter profile only names a run; choose another with --profile {wanted}.')
-    return [job_for(e, profile, parameters) for e in map(experiment, ids or experiments())]
+    return [job_for(e, profile, parameters) for e in (map(experiment, ids) if ids else having(profile))]
+
+# %% ../nbs/01_foundations/60_runner.ipynb #runnerplanall2
+def refusal(f, *args) -> str: # '' where there is none
+    "The sentence with which a call is refused"
+    try: f(*args)
+    except Refused as e: return str(e)
+    return ''
+
+# %% ../nbs/01_foundations/60_runner.ipynb #runnerplanall4
+def plan_all(
+    profile:str, # smoke, laptop, overnight or paper
+) -> tuple: # Jobs, and the reason of each table that is left out
+    "The jobs for all tables of a profile that can be made here; raises `Refused` where none can"
+    from fedbook.experiments import dataset
+    tables = having(profile); reads = {e.id: data_sets(e.parameters(profile)) for e in tables}
+    absent = {d: refusal(dataset, d) for d in dict.fromkeys(d for found in reads.values() for d in found)}
+    why = {e.id: next((absent[d] for d in reads[e.id] if absent[d]), '') or refusal(job_for, e, profile, {})
+        for e in tables}
+    require(not all(why.values()), next(iter(why.values()), f'No table has the profile {profile}.'))
+    return plan([i for i in why if not why[i]], profile), {i: w for i,w in why.items() if w}
 
 # %% ../nbs/01_foundations/60_runner.ipynb #e88ed2d5
 def mark(
@@ -247,7 +292,7 @@ def worker(
 
 # %% ../nbs/01_foundations/60_runner.ipynb #4f686140
 def reproduce(
-    ids:list[str]=(), # Tables and figures; empty for all
+    ids:list[str]=(), # Tables and figures; empty for all that have the profile
     profile:str='smoke', # smoke, laptop, overnight or paper
     workers:int=2, # Notebooks at a time
     resume:bool=True, # Keep the runs that are finished?
@@ -255,15 +300,18 @@ def reproduce(
     rerun:bool=True, # Run what is missing? Else take the existing runs, those of older code too
     pages:bool=False, # Write `index` at the end?
     say=partial(print, flush=True), # Receives the expected cost, and one line per finished job
-) -> list[dict]: # Per job: id, status, seconds, error
-    "Make tables; raises `Refused` before any kernel starts if one of them would not run as asked"
+) -> list[dict]: # Per table: id, status ('ok', 'FAILED', 'left out'), seconds, error
+    """Make tables; raises `Refused` before any kernel starts if one of them would not run as asked. Where all
+    are asked for, those whose data or networks are not here are left out"""
     require(workers >= 1, f'-j must be at least 1, not {workers}.')
     require(
         rerun or resume,
         'Without rerun the finished runs are all there is; leave out --no-resume or --no-rerun.')
     with tqdm(disable=None, leave=False, bar_format='{percentage:3.0f}%|{bar:20}| {elapsed}{postfix}') as bar:
         bar.set_postfix_str('checking data and models')
-        jobs = plan(ids, profile, parameters)
+        jobs,absent = (plan(ids, profile, parameters), {}) if ids or parameters else plan_all(profile)
+        for why in dict.fromkeys(absent.values()):
+            bar.clear(); say(f'Left out {", ".join(i for i in absent if absent[i]==why)}: {why}')
         for j in jobs:
             clear(j, resume)
             if j.profile!=profile:
@@ -273,7 +321,8 @@ def reproduce(
         work(watch, rerun)
         if pages: index(watch.writes)
         watch.finish()
-    return watch.results
+    left_out = [dict(id=i, status='left out', seconds=0., error=why) for i,why in absent.items()]
+    return watch.results+left_out
 
 # %% ../nbs/01_foundations/60_runner.ipynb #n61x10858387
 def work(

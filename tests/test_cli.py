@@ -3,9 +3,10 @@ import re, fcntl, json, os, pty, shutil, signal, statistics, struct, subprocess,
 from pathlib import Path
 import nbformat, pytest
 from nbformat.v4 import new_code_cell, new_notebook
+from fedbook import runner
 from fedbook.errors import Refused
-from fedbook.manifest import figures, output_folder
-from fedbook.runner import Job, plan, run_job, state
+from fedbook.manifest import experiment, figures, output_folder
+from fedbook.runner import data_sets, Job, plan, run_job, state
 
 ROOT = Path(__file__).resolve().parents[1]
 FEDBOOK = [str(Path(sys.executable).with_name('fedbook'))]
@@ -21,7 +22,7 @@ def refused(p):
 @pytest.mark.parametrize('args,named', [(['reproduce','000-tabel7'], '000-table7'), (['reproduce','--profile','labtop'], 'laptop'), (['reproduce','-j','0'], '-j'),
     (['reproduce','000-table7','-p','sedes=[0]'], 'seeds'), (['reproduce','000-table7','-p','seeds=[0'], 'NAME=VALUE'), (['reproduce','000-table7','-p','data=mnits'], "'mnist'"), (['show','000-table77'], '000-table7'),
     (['reproduce','000-table7','-p','data="mnits"'], "'mnist'"), (['reproduce','000-table7','-p','model={name="sofmax"}'], "'softmax'"),
-    (['reproduce','--profile','laptop'], 'cifar100.npz'), (['show','000-table6'], 'has not been made'), (['data','fetch','cifar1O'], 'cifar10'), (['data','fetch'], 'e.g. mnist'), (['data','install','nothing.npz'], 'no file nothing.npz'), (['shwo'], "did you mean 'show'?"), ([''], 'no command'), (['show','nonsense'], 'fedbook list'), (['show','table9'], '000-table9 or 001-table9'), (['data','fetch','cifar100'], 'cifar100.npz'), (['reproduce','000-table7','-p','profile=laptop'], '--profile laptop'), (['reproduce','--no-rerun','--no-resume'], '--no-rerun'),
+    (['reproduce','000-table7','--profile','laptop'], 'cifar100.npz'), (['reproduce','002-table4','--profile','laptop'], 'mnist.npz'), (['show','000-table6'], 'has not been made'), (['data','fetch','cifar1O'], 'cifar10'), (['data','fetch'], 'e.g. mnist'), (['data','install','nothing.npz'], 'no file nothing.npz'), (['shwo'], "did you mean 'show'?"), ([''], 'no command'), (['show','nonsense'], 'fedbook list'), (['show','table9'], '000-table9 or 001-table9'), (['data','fetch','cifar100'], 'cifar100.npz'), (['reproduce','000-table7','-p','profile=laptop'], '--profile laptop'), (['reproduce','--no-rerun','--no-resume'], '--no-rerun'),
     (['show','000-table6','--profile','laptop-changed-../../x'], 'no profile'), (['reproduce','000-table7','-p','stand_in=[1]'], 'stand_in'), (['unchanged','/nowhere'], 'no checkout')])
 def test_bad_input_is_one_sentence_and_nothing_is_written(args, named, tmp_path):
     assert named in refused(fedbook(*args, FEDBOOK_FIGURES=tmp_path/'f'))
@@ -48,11 +49,31 @@ def test_commands_that_tell(command, says):
     p = fedbook(command)
     assert p.returncode==0 and says in p.stdout and not p.stderr
 
-def test_the_doctor_names_the_data_of_every_column(tmp_path, monkeypatch, capsys):
+def test_the_doctor_names_the_data_of_every_column_and_world(tmp_path, monkeypatch, capsys):
     from fedbook.cli import profiles
     monkeypatch.setenv('FEDBOOK_DATA', str(tmp_path))
     profiles()
-    assert 'profile laptop    needs cifar10, cifar100, fashion_mnist, mnist:' in capsys.readouterr().out # MNIST is asked for by a column alone
+    said = ' '.join(capsys.readouterr().out.split())
+    assert 'profile smoke has its data' in said
+    assert 'profile laptop needs brain_tumour_t1ce_359, cifar10, cifar100, fashion_mnist, femnist_digits_subset, mnist, mnist_m_regenerated, pneumoniamnist_balanced, usps;' in said
+
+@pytest.mark.parametrize('id,given,reads', [('002-table2', {}, ['cifar10','mnist','usps','mnist_m_regenerated','pacs64','nih_cxr_1000']), ('001-tuning', {}, ['cifar10']), ('004-figure4', {}, ['omniglot_small','cifar10','brain_tumour_t1ce_359']),
+    ('002-table2', dict(worlds=dict(Digit5={}), digits=dict(sources=['usps'])), ['usps']), ('002-table2', dict(worlds=dict(Digit5={}), digits=dict(folder='x')), []), ('002-table2', dict(worlds=dict(Digit5=dict(world='DomainNet'))), ['pacs64'])])
+def test_data_of_worlds_of_settings_and_of_tables_that_a_figure_shows(id, given, reads): assert data_sets(experiment(id).parameters('overnight') | given)==reads
+
+def test_of_all_tables_those_that_cannot_be_made_here_are_left_out(tmp_path, monkeypatch):
+    for k,v in dict(FEDBOOK_DATA=tmp_path/'data', FEDBOOK_FIGURES=tmp_path/'f', FEDBOOK_OFFLINE=1).items(): monkeypatch.setenv(k, str(v))
+    monkeypatch.setattr(runner, 'having', lambda profile: [experiment(i) for i in asked])
+    monkeypatch.setattr(runner, 'work', lambda watch, rerun: None)
+    asked,said = ['003-figure3','002-figure6','003-tableA1','004-table4'],[]
+    results = runner.reproduce(profile='laptop', say=said.append)
+    assert [(r['id'], r['status']) for r in results]==[(i, 'left out') for i in ('003-figure3','003-tableA1','004-table4')]
+    assert [p.name for p in (tmp_path/'f'/'002').iterdir()]==['figure6'] and not (tmp_path/'f'/'003').exists()
+    assert said[0].startswith('Left out 003-figure3, 003-tableA1: There is no') and 'femnist_digits_subset.npz' in said[1]
+    asked = ['003-figure3']
+    with pytest.raises(Refused, match='fashion_mnist.npz'): runner.reproduce(profile='laptop')
+    asked = []
+    with pytest.raises(Refused, match='No table has the profile laptop'): runner.reproduce(profile='laptop')
 
 def test_a_picture_without_provenance_is_done(tmp_path, monkeypatch):
     monkeypatch.setenv('FEDBOOK_FIGURES', str(tmp_path))
@@ -162,7 +183,6 @@ def test_the_terminals_estimates_are_of_the_whole(terminal):
 
 def test_pages_of_notebooks_that_were_never_written_are_counted(tmp_path, monkeypatch):
     "As in a fresh checkout, where each committed table has a notebook and no page"
-    from fedbook import runner
     monkeypatch.setenv('FEDBOOK_FIGURES', str(tmp_path)); told = []
     for i in ('000-figure1','002-figure6'):
         (f := output_folder(i, 'smoke')).mkdir(parents=True); (f/'run.json').write_text('{"seconds": 2}'); nbformat.write(new_notebook(), f/'notebook.ipynb')
@@ -190,6 +210,8 @@ def test_data_and_tokens_of_every_world_are_looked_at_before_any_work(id, given,
 @pytest.mark.parametrize('id,name', [('001-table1','worlds'), ('003-table1','columns'), ('000-table9','tokens')])
 def test_what_must_be_a_table_is_one(id, name):
     with pytest.raises(Refused, match=f'{name} must be a table, not 5'): plan([id], 'smoke', {name: 5})
+    if name!='tokens':
+        with pytest.raises(Refused, match='FMNIST must be a table, not 5'): plan([id], 'smoke', {name: dict(FMNIST=5)})
 
 def test_a_second_run_computes_nothing(whole):
     rows = whole[0]/FOLDER/'rows.jsonl'
@@ -372,7 +394,6 @@ def test_a_table_whose_runs_are_there_says_so():
     assert to_do(dict(todo=0, total=9, expected=0))=='all 9 runs are there'
 
 def test_a_table_of_hours_is_not_ended_by_the_timeout_of_a_table_of_minutes(monkeypatch):
-    from fedbook import runner
     monkeypatch.setattr(runner, 'check_values', lambda given: None)
     night,day = (plan(['002-table2'], p)[0].timeout for p in ('overnight','laptop'))
     assert night==24*3600 > day

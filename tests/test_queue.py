@@ -73,12 +73,12 @@ def test_a_full_disk(project, monkeypatch):
 
 def test_stopped_in_the_middle_it_leaves_nobody_behind(project):
     p = queue(project, 'start', '000-table4', '--profile', 'smoke')
-    assert until(lambda: len(Q.family(p.pid)) > 2)
+    assert until(lambda: [e['state'] for e in entries(project)]==['running'] and len(Q.family(p.pid)) > 2)
     some = [f.pid for f in Q.family(p.pid)]
     assert 'has ended' in said(project, 'stop')[1]
     p.communicate()
     assert until(lambda: not any(psutil.pid_exists(i) and psutil.Process(i).status()!=psutil.STATUS_ZOMBIE for i in some), 10)
-    assert 'stopped' in said(project)[1]
+    assert 'stopped' in said(project)[1] and 'No queue works; 0 runs' in said(project, 'stop')[1]
 
 @pytest.mark.parametrize('ids,profile,word', [(['000-tabel7'], 'smoke', '000-table7'), ([], 'ovrnight', 'overnight'), (['002-lemma43'], 'overnight', 'smoke, laptop')])
 def test_unknown_tables_and_profiles(ids, profile, word):
