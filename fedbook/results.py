@@ -564,8 +564,9 @@ def compare_cell(
 def only_guesses(runs:list[dict], cell:dict, metric:str, at:str) -> bool:
     "Are the runs of a cell, and what is printed for it, no better than a guess?"
     main = main_metric(runs)
-    return (metric in METRICS and at_chance(runs, at, above=metric_of(main).tolerance)
-        and cell.get(main, math.inf) <= chance_level(runs))
+    printed = cell.get(main)
+    return (metric in METRICS and printed is not None
+        and at_chance(runs, at, above=metric_of(main).tolerance) and printed <= chance_level(runs))
 
 # %% ../nbs/01_foundations/40_results.ipynb #d582a2ce
 def cell_verdict(

@@ -203,6 +203,11 @@ def test_agreement_near_chance_says_nothing(acc, printed, words):
     c = R.comparison([run(s, 5, acc) for s in range(3)], [dict(classes=5, epochs=4, accuracy=printed, loss=22.5)], KEYS)
     assert tuple(c.frame.verdict)==words
 
+@pytest.mark.parametrize('blank', [{}, dict(accuracy=None)])
+def test_a_guess_beside_a_cell_that_is_not_printed(blank):
+    c = R.comparison([run(s, 5, 1.) for s in range(3)], [dict(classes=5, epochs=4, **blank)], KEYS, ['accuracy'])
+    assert c.frame.verdict.tolist()==['not printed'] and c.frame.ours.tolist()==[1.]
+
 def test_personal_accuracy_has_no_known_chance():
     rs = [run(s, rows=[[1,None,'accuracy',1.],[1,None,'personal_accuracy',1.]]) for s in range(3)]
     assert R.comparison(rs, [dict(classes=5, epochs=4, accuracy=1., personal_accuracy=1.)], KEYS, ['accuracy','personal_accuracy']).frame.verdict.tolist()==['undecided (near chance)','agrees']
