@@ -48,5 +48,5 @@ $(VENV)/.installed: pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3,11,4))' || { echo "fedbook needs Python 3.11.4 or newer; set PYTHON=python3.11"; exit 2; }
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --no-compile --editable '.[dev]'
-	-$(BIN)/python -m compileall -qq -j 0 -x 'site-packages/.*/tests/' $(VENV)/lib fedbook # by all processors; pip takes one
+	-$(BIN)/python -m compileall -qq -j 0 -x 'site-packages/(.*/tests|pip|transformers/models)/' $(VENV)/lib fedbook # by all processors; pip takes one
 	@touch $@
