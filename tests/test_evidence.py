@@ -54,7 +54,8 @@ def test_a_small_picture(figures):
 
 # ---- what somebody who has looked says
 
-HAVE_RUN = sorted({f'{p.parts[-4]}-{p.parts[-3]}' for p in (NOTEBOOKS.parent/'figures').glob('*/*/*/claims.csv') if p.parts[-2] in ('laptop','overnight')} & {
+STORED = sorted((f'{p.parts[-4]}-{p.parts[-3]}', p.parts[-2]) for p in (NOTEBOOKS.parent/'figures').glob('*/*/*/claims.csv'))
+HAVE_RUN = sorted({id for id,profile in STORED if profile in ('laptop','overnight')} & {
     i for i,e in experiments().items() if '04_papers' in e.notebook})
 
 @pytest.mark.parametrize('id', HAVE_RUN)
@@ -80,11 +81,10 @@ def test_what_makes_missing_evidence_is_a_profile_that_the_table_has():
         profile = Evidence(id, None).words().split('--profile ')[1].rstrip('`.')
         assert profile!='smoke' and profile in e.profiles, f'{id}: {profile}'
 
-# ---- stored verdicts
+# ---- verdicts and the present rules
 
 OF_ALL_RUNS = re.compile(r"= verdicts\((?:table|'[^']+'), (?:records|list\(filter\(known\.counts, records\)\))\)")
 REPEATS = '001-table9' # repeats a measurement of time under one seed
-STORED = sorted((f'{p.parts[-4]}-{p.parts[-3]}', p.parts[-2]) for p in (NOTEBOOKS.parent/'figures').glob('*/*/*/claims.csv'))
 WHOLE = [(id, profile) for id,profile in STORED if id!=REPEATS and OF_ALL_RUNS.search((NOTEBOOKS/experiments()[id].notebook).read_text())]
 
 def test_verdicts_that_follow_from_rows_alone():
