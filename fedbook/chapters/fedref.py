@@ -199,13 +199,14 @@ def guesses(
 def as_rounds(
     record:dict, # A run
     aims:dict, # What a threshold is called, to the threshold in the paper's words
-) -> list[dict]: # A record per threshold, its cell with `reached`
+) -> list[dict]: # A record per threshold, its cell with `reached`, and one of what classes forgot
     "A run as the tables of the FedRef paper print it"
     last = record['setting']['protocol']['rounds']
-    lost = [[last, None, 'forgotten', forgetting(record)[1]]]*any(m=='class_accuracy'
-        for *_,m,_ in record['rows'])
-    def rows(t): return [[last, None, 'rounds', rounds_until(record, t) or last+1], *lost]
-    return [dict(record, cell=dict(record['cell'], reached=k), rows=rows(t)) for k,t in aims.items()]
+    def derived(reached, metric, value):
+        return dict(record, cell=dict(record['cell'], reached=reached), rows=[[last, None, metric, value]])
+    forgets = any(m=='class_accuracy' for *_,m,_ in record['rows'])
+    return [derived(k, 'rounds', rounds_until(record, t) or last+1) for k,t in aims.items()] + (
+        [derived('the last round', 'forgotten', forgetting(record)[1])] if forgets else [])
 
 # %% ../../nbs/02_methods/75_chapter_fedref.ipynb #9beffc71
 def relative_cost(
