@@ -341,7 +341,7 @@ def trend(
         f'{claim.id} is about the clients of one cell, and {claim.cell} names {len(groups)}.')
     seeds = sorted(set.intersection(*map(set, groups))) if groups else []
     if not seeds or len(like(mine)) > 1 or claim.over=='cells' and len(groups) < 2:
-        return [],1,UNLIKE*(len(like(mine)) > 1)
+        return [],1,UNLIKE if len(like(mine)) > 1 else NOT_RUN
     both = {s: points(claim, [g[s] for g in groups]) for s in seeds}
     cells,rho = [list(g.values()) for g in groups],np.mean([spearman(*p) for p in both.values()])
     words = f'{claim.metric} over {claim.x}, {len(both[seeds[0]][0])} {claim.over}, ρ = {rho:.2f}'

@@ -1,7 +1,6 @@
 "The settings of the PFedEdit paper as the paper states them, its partition, what its printed numbers add up to, and choices of a round."
 import csv
 from dataclasses import replace
-from itertools import product
 import json
 from math import ceil
 from pathlib import Path
@@ -112,8 +111,8 @@ def test_a_table_names_rows_of_its_printed_table(i):
 
 def rows_of(i, profile): # as in the notebook
     given = OURS[i].parameters(profile)
-    for w,v in product(given['worlds'], given['values']):
-        how = {k: x for k,x in {**given['settings'], **given['worlds'][w]}.items() if k not in ('levels','tokens')}
+    for w,v in ((w, v) for w,how in given['worlds'].items() for v in how.get('values', given['values'])):
+        how = {k: x for k,x in {**given['settings'], **given['worlds'][w]}.items() if k not in ('levels','values','tokens')}
         a,more = contender(given['coordinate'], v)
         for variant in given['variants'] if a=='PFedEdit' else ['intended']: yield edited_setting(a, variant=variant, **how, **more)
 

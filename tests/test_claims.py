@@ -207,7 +207,7 @@ def test_rise_by_hand():
     with pytest.raises(Refused, match='two different values'): rise([1, 1], [1., 2.])
 
 @pytest.mark.parametrize('values,kw,word', [([(50, 56, 60), (50, 56, 61), (50, 55, 60)], {}, 'holds'), ([(50, 56, 60), (50, 56, 61), (50, 55, 60)], dict(trend='falls'), 'fails'),
-    ([(50, 56, 60)], {}, 'undecided: leans to yes, 1 seed, at least 2 needed'), ([(50, 56, 60), (50, 40, 30)], {}, 'undecided: leans to no'), ([(50, 56, 60), (50, 40, math.nan)], {}, 'diverged'), ([], {}, 'not tested')])
+    ([(50, 56, 60)], {}, 'undecided: leans to yes, 1 seed, at least 2 needed'), ([(50, 56, 60), (50, 40, 30)], {}, 'undecided: leans to no'), ([(50, 56, 60), (50, 40, math.nan)], {}, 'diverged'), ([], {}, 'not tested: not run'), ([(50,)], {}, 'not tested: not run')])
 def test_correlations(values, kw, word): assert over(values, **kw)['verdict'].startswith(word)
 
 def test_a_correlation_says_what_it_saw():

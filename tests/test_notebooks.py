@@ -1,7 +1,8 @@
 "The notebooks are the source: clean, in step with the package, and ready for papermill. (nbdev_test executes them.)"
-import ast, csv, filecmp, json, os, re, shutil, subprocess, sys
+import ast, csv, filecmp, itertools, json, os, re, shutil, subprocess, sys
 from pathlib import Path
 import pytest
+from fedbook.claims import claims as all_claims
 from fedbook.evidence import committed
 from fedbook.manifest import experiments, remark
 from fedbook.runner import check_parameters
@@ -112,6 +113,24 @@ def test_a_verdict_says_what_it_rests_on(claims):
     with claims.open(encoding='utf-8', newline='') as f: rows = list(csv.DictReader(f))
     assert rows
     for r in rows: assert r['verdict'].startswith('not tested') or any(r.get(k) not in (None, '', '–') for k in WHY), r
+
+def verdicts_shown(nb):
+    "Of each verdict in a stored table: its claim, and what it says"
+    for c in cells(nb):
+        for o in c.get('outputs', []):
+            lines = ''.join(o.get('data', {}).get('text/markdown', '')).splitlines()
+            for i,line in enumerate(lines):
+                if line.startswith('| claim | in the printed numbers | variant | verdict |'):
+                    yield from itertools.takewhile(lambda l: l.startswith('|'), lines[i+2:])
+
+@pytest.mark.parametrize('nb', [nb for nb in NBS+EXECUTED if '04_papers' in nb.parts or nb in EXECUTED], ids=name)
+def test_a_stored_verdict_is_about_a_claim_in_its_present_words(nb):
+    "Else the outputs are older than the claims: execute the notebook again"
+    known = {c.text for c in all_claims()}
+    for line in verdicts_shown(nb):
+        claim,_,_,verdict = [w.strip() for w in line.strip('|').split(' | ')[:4]]
+        assert claim in known, claim
+        assert verdict!='not tested', f'{claim}: not tested, but why?'
 
 @pytest.mark.parametrize('nb', NBS, ids=lambda p: p.stem)
 def test_links_to_notebooks_lead_to_one(nb):

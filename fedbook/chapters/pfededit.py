@@ -146,11 +146,12 @@ def edited_setting(
 
 # %% ../../nbs/02_methods/69_chapter_pfededit.ipynb #01e208d5
 def world_of(
-    # Settings of `edited_setting`, and maybe `levels` and `tokens`, arguments of `fedbook.tokens.tokens_of`
+    # Settings of `edited_setting`, and maybe `levels` and `values` of a table, and `tokens`, which are
+    # arguments of `fedbook.tokens.tokens_of`
     world:dict,
 ) -> dict: # Settings of `edited_setting`
     "The settings that a world stands for; computes its tokens, once; raises `Refused` as `tokens_of` does"
-    how = {k: v for k,v in world.items() if k not in ('levels','tokens')}
+    how = {k: v for k,v in world.items() if k not in ('levels','values','tokens')}
     return how | (dict(data=tokens_of(how['data'], **world['tokens']).name) if 'tokens' in world else {})
 
 # %% ../../nbs/02_methods/69_chapter_pfededit.ipynb #8938317b
