@@ -109,6 +109,13 @@ def test_a_table_names_rows_of_its_printed_table(i):
     assert {c[key] for c in t.cells} <= {*paper['values']} and not any(isinstance(v, str) and v not in ALGORITHMS and v not in {c[key] for c in t.cells} for v in paper['values'])
     for v in paper['values']: contender(key, v)
 
+def test_a_value_of_a_world_that_its_table_lacks_is_refused():
+    cells = json.loads(next(Path(__file__).parents[1].glob('nbs/04_papers/001_*/comparison.ipynb')).read_text())['cells']
+    check = next(''.join(c['source']) for c in cells if 'def values_of' in ''.join(c['source']))
+    given = dict(contender=contender, coordinate='p', values=[.05, .1])
+    exec(check, dict(given, worlds={'CIFAR-10': dict(values=[.1]), 'CIFAR-100': {}}))
+    with pytest.raises(Refused, match=r'CIFAR-10 has values that the table lacks: \[0.2\]'): exec(check, dict(given, worlds={'CIFAR-10': dict(values=[.2])}))
+
 def rows_of(i, profile): # as in the notebook
     given = OURS[i].parameters(profile)
     for w,v in ((w, v) for w,how in given['worlds'].items() for v in how.get('values', given['values'])):

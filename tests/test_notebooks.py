@@ -115,7 +115,7 @@ def test_a_verdict_says_what_it_rests_on(claims):
     for r in rows: assert r['verdict'].startswith('not tested') or any(r.get(k) not in (None, '', '–') for k in WHY), r
 
 def verdicts_shown(nb):
-    "Of each verdict in a stored table: its claim, and what it says"
+    "The lines of the stored tables of verdicts"
     for c in cells(nb):
         for o in c.get('outputs', []):
             lines = ''.join(o.get('data', {}).get('text/markdown', '')).splitlines()
