@@ -352,9 +352,9 @@ class Bound:
         return torch.stack([alone(self, j, x[i], y[i], scale) for i,j in enumerate(rows)])
 
 # %% ../nbs/01_foundations/appendix/36_trace.ipynb #4edff8ba
-def list_for(bound, n, flat, x, y):
-    "The list for these shapes, made when they first occur"
-    key,lists = (n, flat is bound.flat, x.shape, x.stride(), bound.kind),bound.step.lists
+def list_for(bound, n, flat, x, y, apart=None):
+    "The list for these shapes and places in memory, made when they first occur"
+    key,lists = (n, apart is None, x.shape, x.stride(), bound.kind),bound.step.lists
     if key not in lists:
         lists[key] = finished(bound.step, n, bound.spec, *flat, x, y, number(1., x.device), phase=bound.phase)
     return lists[key]
@@ -386,7 +386,7 @@ def taken(bound, rows, device): # Tensors of these clients, and their rows where
 def together(bound, rows, x, y, scale):
     "The step of the clients `rows`"
     flat,apart = taken(bound, rows, x.device)
-    run,draws = list_for(bound, len(rows), flat, x, y)
+    run,draws = list_for(bound, len(rows), flat, x, y, apart)
     noise = zip(*(drawn(bound.streams[j], draws) for j in rows)) if draws else ()
     noise = [torch.stack(d) for d in noise]
     if bound.record and flat is bound.flat: return replayed(bound, run, scale, x, y, *noise)
