@@ -306,7 +306,7 @@ def recreate(a) -> int:
     from fedbook.recreate import recreate as work
     for text in a.cell:
         require('=' in text, f'--cell expects NAME=VALUE, e.g. algorithm=FedAvg, not {text!r}.')
-    found = work(a.id, a.profile, dict(t.split('=', 1) for t in a.cell))
+    found = work(a.id, a.profile, dict(t.split('=', 1) for t in a.cell), a.seeds)
     print(aligned(found, columns()))
     return int(any(row[-1] in ('outside','differs') for row in found[1:]))
 
@@ -390,6 +390,7 @@ def add_recreate(p):
     p.add_argument('--profile', help='which run of it; the largest with stored runs by default')
     p.add_argument('--cell', action='append', default=[], metavar='NAME=VALUE',
         help='a coordinate of the cell, e.g. algorithm=FedAvg; of several cells the quickest is taken')
+    p.add_argument('--seeds', type=int, metavar='N', help='only the first N of its seeds; all by default')
 
 # %% ../nbs/01_foundations/62_cli.ipynb #de5381dc
 def add_queue(p):

@@ -66,16 +66,18 @@ def again(
 # %% ../nbs/01_foundations/58_recreate.ipynb #918c0570
 def compared(
     old:list[dict], # The stored runs of a cell
-    new:list[dict], # The same runs anew, in the same order
+    new:list[dict], # The same runs anew, in the same order, or the first of them
 ) -> list[list[str]]: # A header, and a row for each metric
     "Stored mean and interval, the new mean, and whether it is the same, inside or outside"
     found = [['metric','stored','again','verdict']]
     names = dict.fromkeys(m for _,_,m,_ in old[0]['rows'] if m.removeprefix('personal_') in METRICS)
     for m in names:
         a,b = ([score_of(r, m) for r in runs] for runs in (old, new))
-        (mean,low,high),now = interval(a),centre(b)[0]
-        ends = f' [{low:.4g}, {high:.4g}]' if low is not None else ''
-        found.append([m, f'{mean:.4g}{ends}', f'{now:.4g}', judged(a, b, low, high)])
+        mean,*ends = interval(a)
+        a = a[:len(b)]; before,now = centre(a)[0],centre(b)[0]
+        ends = [None if e is None else e+before-mean for e in ends]
+        told = ' [{:.4g}, {:.4g}]'.format(*ends) if None not in ends else ''
+        found.append([m, f'{before:.4g}{told}', f'{now:.4g}', judged(a, b, *ends)])
     return found
 
 # %% ../nbs/01_foundations/58_recreate.ipynb #b2d43057
@@ -116,13 +118,17 @@ def recreate(
     id:str, # A table's id
     profile:str=None, # Which run of it; `None`: the largest that has runs
     where:dict={}, # Coordinates of the cell, as text; the quickest cell that has them is taken
+    seeds:int=None, # How many of its seeds, from the first; `None`: all
     say=print, # Told what is run, before it is
 ) -> list[list[str]]: # A header, and a row for each metric
-    "Run one stored cell again; raises `Refused` where there is none of present code"
+    "Run one stored cell again; raises `Refused` where there is none of present code, or not so many seeds"
     file = rows_of(id, profile)
     cells = cells_of([r for r in read(file) if 'setting' in r])
     require(cells, f'All stored runs of {id} are of older code; make them anew with: fedbook reproduce {id}')
     old,run = chosen(cells, where),file.parent.name
-    say(f'{id}, {run}: {described(old)}')
+    require(seeds is None or 0 < seeds <= len(old),
+        f'--seeds must be at least 1 and at most {len(old)}, the seeds of this cell, not {seeds}.')
+    some = old[:seeds]
+    say(f'{id}, {run}: {described(some)}')
     given = experiment(id).parameters(run.split('-')[0])
-    return compared(old, [again(r, given) for r in tqdm(old, desc=id, disable=None)])
+    return compared(old, [again(r, given) for r in tqdm(some, desc=id, disable=None)])

@@ -4,7 +4,7 @@ import pytest
 from fedbook.errors import Refused
 from fedbook.experiments import Case, run_case, Setting
 from fedbook.manifest import output_folder
-from fedbook.recreate import again, cells_of, chosen, recreate
+from fedbook.recreate import again, cells_of, chosen, compared, recreate
 from fedbook.results import append, read
 from test_cli import fedbook, refused
 
@@ -32,13 +32,25 @@ def test_the_command_line_says_the_same_and_writes_nothing(rows):
     assert 'rounds 2, algorithm FedAvg (intended), seeds 0, 1' in p.stdout and p.stdout.count('the same')==2
     assert {p: p.read_bytes() for p in rows.parents[3].rglob('*') if p.is_file()}==before
 
+def test_the_first_seeds_alone(rows):
+    p = fedbook('recreate', '000-table6', '--cell', 'rounds=2', '--seeds', '1')
+    assert p.returncode==0 and 'seeds 0;' in p.stdout and p.stdout.count('the same')==2
+
+def test_few_seeds_are_set_beside_the_same_seeds_and_the_interval_keeps_its_width():
+    "Means of 1 and 3 have the interval 2 ± 12.7; about the first alone it is 1 ± 12.7"
+    def run(v): return dict(rows=[[1, None, 'accuracy', v]], setting={})
+    old = [run(1.), run(3.)]
+    assert compared(old, [run(13.)])[1:]==[['accuracy', '1 [-11.71, 13.71]', '13', 'inside']]
+    assert compared(old, [run(14.)])[1:]==[['accuracy', '1 [-11.71, 13.71]', '14', 'outside']]
+    assert compared(old, old)[1:]==[['accuracy', '2 [-10.71, 14.71]', '2', 'the same']]
+
 def test_other_numbers_are_found_out(rows):
     rewrite(rows, lambda r: {**r, 'rows': [[*v[:3], v[3]+1000*(v[2]=='accuracy')] for v in r['rows']]})
     p = fedbook('recreate', '000-table6')
     assert p.returncode==1 and 'outside' in p.stdout
 
 @pytest.mark.parametrize('args,named', [(['--cell', 'round=2'], "'rounds'"), (['--cell', 'rounds=3'], '2'), (['--cell', 'rounds'], 'NAME=VALUE'), (['--profile', 'laptop'], 'no stored runs of profile laptop'),
-    (['--profile', 'labtop'], 'laptop')])
+    (['--profile', 'labtop'], 'laptop'), (['--seeds', '3'], 'at most 2'), (['--seeds', '0'], 'at least 1')])
 def test_bad_input_is_one_sentence(rows, args, named): assert named in refused(fedbook('recreate', '000-table6', *args))
 
 def test_coordinates_that_no_cell_has_together(rows):
