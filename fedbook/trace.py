@@ -340,7 +340,7 @@ class Bound:
             len(streams),worth,record,phase)
         self.flat,self.spec = tree_flatten((carry, given))
         self.changing = self.spec.child(0).num_leaves
-        kind = phase,self.spec,tuple((t.shape, t.stride(), t.dtype) for t in self.flat)
+        kind = phase,self.spec,bool(record),tuple((t.shape, t.stride(), t.dtype) for t in self.flat)
         self.kind = step.kinds.setdefault(kind, len(step.kinds))
         self.own = self.flat
         if record: self.flat = placed(step.places, self.kind, self.flat)

@@ -213,6 +213,13 @@ def test_clients_picked_out_of_a_stack_lie_otherwise_than_neighbours(name):
     (a,_),(b,_) = run(fed),run(fed, engine=stacked())
     assert distance(a, b) < 1e-3 # in float32
 
+def test_a_stack_whose_steps_are_recorded_lies_otherwise_than_another():
+    "As where both engines are tried on one network: recordings work on copies, in which what was sent to all stands once for each"
+    fed = convolutions('moon')
+    fed = replace(fed, protocol=replace(fed.protocol, rounds=1, per_round=3), data=replace(fed.data, clients=[c[:8] for c in fed.data.clients[:3]]))
+    a,b = (run(fed, engine=e())[0] for e in (ROUNDING['recorded'], stacked))
+    assert distance(a, b) < 1e-3 # in float32
+
 @pytest.mark.parametrize('engine', [Traced, stacked, lambda: Processes(2)])
 def test_augmentation_draws_from_each_client_s_own_stream(engine):
     fed = precise(federation(module=mlp(dropout=.4))); fed.data.augment = lambda x, y: (x + torch.randn_like(x), y)
