@@ -468,7 +468,9 @@ def how_it_ran(p:dict) -> list[str]:
     return ['Stand-ins: '+'; '.join(p['stand_in'])+'.' if p['stand_in']
             else 'No stand-ins: data, model and scale are the paper\'s.',
         f'Device: {listed(p, "device")}; engine: {listed(p, "engine")}; {p["seconds"]:.0f} s in total; '
-        f'fedbook {listed(p, "version")}, code {listed(p, "code")}.']
+        f'fedbook {listed(p, "version")}, '
+        +(f'code {listed(p, "code")}.' if len(p['code']) < 4 else
+            f'{len(p["code"])} fingerprints of code, by method and by its state; provenance.json has them.')]
 
 # %% ../nbs/01_foundations/40_results.ipynb #775d10fd
 def exceptions(p:dict) -> list[str]:
