@@ -6,6 +6,7 @@ from fedbook.claims import verdicts
 from fedbook.errors import Refused
 from fedbook.evidence import committed, Evidence, small
 from fedbook.manifest import experiments, looked, remark
+from fedbook.results import notes_of
 
 NOTEBOOKS = Path(__file__).resolve().parents[1]/'nbs'
 
@@ -57,6 +58,20 @@ def test_a_small_picture(figures):
 STORED = sorted((f'{p.parts[-4]}-{p.parts[-3]}', p.parts[-2]) for p in (NOTEBOOKS.parent/'figures').glob('*/*/*/claims.csv'))
 HAVE_RUN = sorted({id for id,profile in STORED if profile in ('laptop','overnight')} & {
     i for i,e in experiments().items() if '04_papers' in e.notebook})
+
+def notes_on_runs(table): return set(re.findall(r'^- (Profile \w+; \d+ runs.*|Device: .*)$', table.read_text(), re.M))
+TABLES = [t for t in sorted((NOTEBOOKS.parent/'figures').glob('*/*/*/table.md')) if t.parent.name!='smoke' and notes_on_runs(t)]
+
+@pytest.mark.parametrize('table', TABLES, ids=lambda t: '-'.join(t.parts[-4:-1]))
+def test_a_stored_table_says_of_its_runs_what_the_code_says_now(table):
+    assert notes_on_runs(table) <= set(notes_of(json.loads((table.parent/'provenance.json').read_text())))
+
+def runs_in(id, profile): return set(json.loads((NOTEBOOKS.parent/'figures'/id.replace('-', '/')/profile/'provenance.json').read_text())['runs'])
+
+@pytest.mark.parametrize('profile', ['laptop','overnight'])
+@pytest.mark.parametrize('figure', ['004-figure4','004-figure5'])
+def test_a_figure_of_other_tables_has_all_their_runs(figure, profile):
+    assert runs_in(figure, profile)==set().union(*(runs_in(f'004-table{i}', profile) for i in (4,5,6)))
 
 @pytest.mark.parametrize('id', HAVE_RUN)
 def test_each_tested_table_has_been_looked_at(id):
