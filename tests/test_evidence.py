@@ -62,6 +62,8 @@ HAVE_RUN = sorted({id for id,profile in STORED if profile in ('laptop','overnigh
 def notes_on_runs(table): return set(re.findall(r'^- (Profile \w+; \d+ runs.*|Device: .*)$', table.read_text(), re.M))
 TABLES = [t for t in sorted((NOTEBOOKS.parent/'figures').glob('*/*/*/table.md')) if t.parent.name!='smoke' and notes_on_runs(t)]
 
+def test_most_stored_tables_say_something_of_their_runs(): assert len(TABLES) > 50
+
 @pytest.mark.parametrize('table', TABLES, ids=lambda t: '-'.join(t.parts[-4:-1]))
 def test_a_stored_table_says_of_its_runs_what_the_code_says_now(table):
     assert notes_on_runs(table) <= set(notes_of(json.loads((table.parent/'provenance.json').read_text())))
