@@ -698,6 +698,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                 'fedbook.ledger.evidence': ('01_foundations/ledger.html#evidence', 'fedbook/ledger.py'),
                                 'fedbook.ledger.grounds': ('01_foundations/ledger.html#grounds', 'fedbook/ledger.py'),
                                 'fedbook.ledger.home': ('01_foundations/ledger.html#home', 'fedbook/ledger.py'),
+                                'fedbook.ledger.judged': ('01_foundations/ledger.html#judged', 'fedbook/ledger.py'),
                                 'fedbook.ledger.ledger': ('01_foundations/ledger.html#ledger', 'fedbook/ledger.py'),
                                 'fedbook.ledger.line': ('01_foundations/ledger.html#line', 'fedbook/ledger.py'),
                                 'fedbook.ledger.scoreboard': ('01_foundations/ledger.html#scoreboard', 'fedbook/ledger.py'),

@@ -12,11 +12,19 @@ def put(folder, where, *rows, head='claim,variant,verdict'):
 
 def test_the_highest_profile_counts_and_smoke_never(tmp_path):
     e = experiments()['000-table7']
-    put(tmp_path, '000/table7/smoke', 'a,intended,holds'); assert evidence(e, tmp_path) is None
+    put(tmp_path, '000/table7/smoke', 'a,intended,holds'); assert evidence(e, tmp_path)==[]
     put(tmp_path, '000/table7/laptop-changed-1a2b3c', 'a,intended,holds'); assert ledger(tmp_path)==[]
     for p in ('laptop','overnight','paper'):
         put(tmp_path, f'000/table7/{p}', 'a,intended,holds')
-        assert evidence(e, tmp_path).name==p
+        assert evidence(e, tmp_path)[0].name==p and {l.folder.name for l in ledger(tmp_path)}=={p}
+
+def test_a_claim_is_judged_by_the_highest_profile_that_tests_it(tmp_path):
+    "In one variant at least; where none tests it the highest one says why"
+    put(tmp_path, '000/table7/laptop', 'a,intended,holds', 'a,released,fails', 'b,intended,holds', 'b,released,holds', 'c,intended,not tested: x')
+    put(tmp_path, '000/table7/overnight', 'a,intended,not tested', 'b,intended,not tested', 'b,released,fails', 'c,intended,not tested: y')
+    found = [(l.folder.name, l.claim, l.variant, l.verdict) for l in ledger(tmp_path)]
+    assert found==[('overnight', 'b', 'intended', 'not tested'), ('overnight', 'b', 'released', 'fails'), ('overnight', 'c', 'intended', 'not tested: y'),
+        ('laptop', 'a', 'intended', 'holds'), ('laptop', 'a', 'released', 'fails')]
 
 @pytest.mark.parametrize('rows,found', [
     (['a,intended,holds', 'a,released,holds'], dict(holds=1)), (['a,intended,holds', 'a,released,fails'], dict(undecided=1)),
