@@ -9,6 +9,8 @@ __all__ = ['ROMAN', 'asset', 'Paper', 'papers', 'labels', 'shown_by', 'without_r
 # %% ../nbs/01_foundations/41_papers.ipynb #c6da2442
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import combinations, groupby
+from operator import itemgetter
 from pathlib import Path
 import tomllib
 from .errors import choose, Refused, require
@@ -170,9 +172,17 @@ def absent(
     metrics:list[str], # Those of its metrics that are compared
 ) -> list[str]: # Up to two sentences
     "What of a printed table is not compared"
-    def gone(k): return dict.fromkeys(c[k] for c in t.left_out if c[k] not in [here[k] for here in t.cells])
-    values = [f'{t.columns.get(k, k)} {", ".join(map(str, gone(k)))}' for k in t.index if gone(k)]
-    never = ', '.join(t.columns.get(m, m) for m in t.metrics if m not in metrics)
+    def name(k): return t.columns.get(k, k)
+    def gone(*ks):
+        here = {tuple(c[k] for k in ks) for c in t.cells}
+        return [vs for vs in dict.fromkeys(tuple(c[k] for k in ks) for c in t.left_out) if vs not in here]
+    alone = {k: [v for v, in gone(k)] for k in t.index}
+    values = [f'{name(k)} {", ".join(map(str, vs))}' for k,vs in alone.items() if vs]
+    for a,b in combinations(t.index, 2):
+        pairs = [(v, w) for v,w in gone(a, b) if v not in alone[a] and w not in alone[b]]
+        values += [f'{name(a)} {v} with {name(b)} {", ".join(str(w) for _,w in ps)}'
+            for v,ps in groupby(pairs, itemgetter(0))]
+    never = ', '.join(map(name, (m for m in t.metrics if m not in metrics)))
     return [*([f'{len(t.cells)} of {len(t.cells)+len(t.left_out)} printed cells are compared; not run: '
         f'{"; ".join(values) or "the others"}.'] if t.left_out else []),
         *([f'Printed and not compared: {never}.'] if never else [])]

@@ -120,3 +120,10 @@ def test_a_table_names_the_cells_and_the_metrics_that_are_not_compared():
     assert t.absent(t.metrics)==[] and few.absent(t.metrics)==[f'{len(few.cells)} of {len(t.cells)} printed cells are compared; not run: '
         f'{t.columns["epochs"]} {", ".join(str(c["epochs"]) for c in t.cells if c["epochs"]!=4)}.']
     assert t.absent(['accuracy'])==[f'Printed and not compared: {t.columns["loss"]}.']
+
+def test_a_table_names_pairs_of_coordinates_that_are_not_compared():
+    "With all values of each in other cells; a pair with a value that no cell has goes unsaid"
+    t = printed('003-table1'); some = {('FMNIST', .3), ('CIFAR-10', .3), ('CIFAR-10', .6), ('CIFAR-10', 1.), ('CIFAR-100', .3)}
+    few = t.only(lambda c: (c['dataset'], c['alpha']) in some)
+    assert few.absent(['accuracy'])==['55 of 132 printed cells are compared; not run: DataSet EMNIST; DataSet FMNIST with Dirichlet(α) 0.6, 1.0; '
+        'DataSet CIFAR-100 with Dirichlet(α) 0.6, 1.0.']
