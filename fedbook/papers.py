@@ -9,8 +9,7 @@ __all__ = ['ROMAN', 'asset', 'Paper', 'papers', 'labels', 'shown_by', 'without_r
 # %% ../nbs/01_foundations/41_papers.ipynb #c6da2442
 from dataclasses import dataclass, replace
 from functools import cache
-from itertools import combinations, groupby
-from operator import itemgetter
+from itertools import combinations
 from pathlib import Path
 import tomllib
 from .errors import choose, Refused, require
@@ -180,8 +179,8 @@ def absent(
     values = [f'{name(k)} {", ".join(map(str, vs))}' for k,vs in alone.items() if vs]
     for a,b in combinations(t.index, 2):
         pairs = [(v, w) for v,w in gone(a, b) if v not in alone[a] and w not in alone[b]]
-        values += [f'{name(a)} {v} with {name(b)} {", ".join(str(w) for _,w in ps)}'
-            for v,ps in groupby(pairs, itemgetter(0))]
+        values += [f'{name(a)} {v} with {name(b)} {", ".join(str(w) for u,w in pairs if u==v)}'
+            for v in dict.fromkeys(v for v,_ in pairs)]
     never = ', '.join(map(name, (m for m in t.metrics if m not in metrics)))
     return [*([f'{len(t.cells)} of {len(t.cells)+len(t.left_out)} printed cells are compared; not run: '
         f'{"; ".join(values) or "the others"}.'] if t.left_out else []),
