@@ -7,9 +7,9 @@ __all__ = ['BESIDE', 'UNCHANGED', 'Setting', 'local', 'protocol', 'device', 'dat
            'normaliser', 'frozen_features', 'network', 'split', 'resplit', 'shared_out', 'own_tests', 'hold_out',
            'shifted', 'groups_of', 'federation', 'stage_after', 'own_models', 'at_global_model', 'stages_of',
            'code_fingerprint', 'user_code', 'is_user_model', 'weights', 'equivalent_codes', 'Case', 'run_case',
-           'checkpoint', 'record', 'device_name', 'stage_costs', 'stage_cost', 'expected_costs', 'timed', 'stored',
-           'rerunning', 'run_cases', 'without_running', 'newest', 'together', 'delete_checkpoint', 'told', 'progress',
-           'measured']
+           'checkpoint', 'record', 'device_name', 'stage_costs', 'stage_cost', 'expected_costs', 'timed', 'among',
+           'stored', 'rerunning', 'borrowed', 'run_cases', 'without_running', 'newest', 'together', 'delete_checkpoint',
+           'told', 'progress', 'measured']
 
 # %% ../nbs/01_foundations/50_experiments.ipynb #63b38e0c
 from dataclasses import dataclass, field, replace
@@ -518,21 +518,43 @@ def timed(
     return time.perf_counter()-start
 
 # %% ../nbs/01_foundations/50_experiments.ipynb #n151x83364455
+def among(
+    rows:list[dict], # Records
+    wanted:dict, # Fingerprint to a case and a seed
+) -> dict: # Fingerprint to record
+    "Those of the wanted runs that are in `rows`"
+    known = {r['fingerprint']: r for r in rows}
+    return {k: known[f] for k,(c,s) in wanted.items() for f in reversed(c.fingerprints(s)) if f in known}
+
 def stored(
     rows:list[dict], # All records there are
     cases:list[Case], # The cells of a table
     seeds:list[int], # The seeds of each
 ) -> tuple[dict, dict]: # By fingerprint, pairs of a case and a seed, and the records of those that are there
     "What a table needs, and what it has"
-    known = {r['fingerprint']: r for r in rows}
     wanted = {c.fingerprint(s): (c, s) for s in seeds for c in cases}
-    return wanted,{k: known[f] for k,(c,s) in wanted.items()
-        for f in reversed(c.fingerprints(s)) if f in known}
+    return wanted,among(rows, wanted)
 
 # %% ../nbs/01_foundations/50_experiments.ipynb #818cb69f
 def rerunning() -> bool: # Unless `$FEDBOOK_RERUN` is 0
     "May what is missing be run?"
     return os.environ.get('FEDBOOK_RERUN')!='0'
+
+# %% ../nbs/01_foundations/50_experiments.ipynb #f2055ec2
+def borrowed(
+    wanted:dict, # Fingerprint to a case and a seed
+    path:Path, # Where they are stored: figures/<paper>/<table>/<profile>/rows.jsonl
+    **about, # The records' paper, table, profile and stand_in
+) -> dict: # Fingerprint to record
+    """Finished runs of the paper's other tables and profiles, taken over; none if `$FEDBOOK_RESUME` is 0, as
+    after `--no-resume`"""
+    if not wanted or os.environ.get('FEDBOOK_RESUME')=='0': return {}
+    others = [r for p in sorted(path.parents[2].glob('*/*/rows.jsonl')) if p != path for r in read(p)]
+    found = {k: {**r, 'cell': wanted[k][0].cell, 'variant': wanted[k][0].variant, **about}
+        for k,r in among(others, wanted).items()}
+    for r in found.values(): append(path, r)
+    if found: print(f'{len(found)} of the runs were made for other tables or profiles.')
+    return found
 
 # %% ../nbs/01_foundations/50_experiments.ipynb #6a3f2463
 def run_cases(
@@ -543,6 +565,7 @@ def run_cases(
     engine:str='auto', # A name in `fedbook.engines.ENGINES`; `auto` takes the fastest
     rerun:bool=True, # Run what is missing? `$FEDBOOK_RERUN` = 0 says no, too
     around=lambda run: run, # As in `run_case`; all runs in a folder should have the same
+    borrow:bool=False, # Take over finished runs of the paper's other tables and profiles, as in `borrowed`?
     **about, # The records' paper, table, profile and stand_in
 ) -> list[dict]: # The records of all cases, in their order
     "Run what is not yet there; every finished run is kept at once, and of an unfinished one every round"
@@ -551,6 +574,7 @@ def run_cases(
     with locked(path, timeout=10):
         rows = read(path)
         wanted,done = stored(rows, cases, seeds)
+        if borrow: done |= borrowed({k: v for k,v in wanted.items() if k not in done}, path, **about)
         if not (rerun and rerunning()): return without_running(rows, wanted, done, folder, about)
         todo = [v for k,v in wanted.items() if k not in done]
         progress(folder, 0, len(todo), len(wanted), 0, 0, now='timing a step of each method'*bool(todo))

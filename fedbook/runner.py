@@ -280,10 +280,12 @@ def run_job(
 def worker(
     cores:int, # Cores that it may use, with worker processes of its own
     rerun:bool=True, # Shall its notebooks run what is missing?
+    resume:bool=True, # May they take over runs that other tables have?
 ):
     "The start of a worker process: one thread for its kernels, and an end when its parent has ended"
-    os.environ.update(FEDBOOK_CORES=str(cores), FEDBOOK_RERUN=str(int(rerun)), FEDBOOK_REPRODUCES='1',
-        OMP_NUM_THREADS='1', MKL_NUM_THREADS='1', TQDM_DISABLE='1', PYDEVD_DISABLE_FILE_VALIDATION='1')
+    os.environ.update(FEDBOOK_CORES=str(cores), FEDBOOK_RERUN=str(int(rerun)),
+        FEDBOOK_RESUME=str(int(resume)), FEDBOOK_REPRODUCES='1', OMP_NUM_THREADS='1',
+        MKL_NUM_THREADS='1', TQDM_DISABLE='1', PYDEVD_DISABLE_FILE_VALIDATION='1')
     parent = os.getppid()
     def watch():
         while os.getppid()==parent: time.sleep(.5)
@@ -318,7 +320,7 @@ def reproduce(
                 bar.clear(); say(f'{j.id:12} has other parameters than {profile} and goes to {j.folder}')
         to_write = {*(nb.parent for nb in unwritten()), *(j.folder for j in jobs)} if pages else ()
         watch = Watch(bar, jobs, min(workers, len(jobs)), say, len(to_write))
-        work(watch, rerun)
+        work(watch, rerun, resume)
         if pages: index(watch.writes)
         watch.finish()
     left_out = [dict(id=i, status='left out', seconds=0., error=why) for i,why in absent.items()]
@@ -328,11 +330,12 @@ def reproduce(
 def work(
     watch, # A `Watch` on what is to be made
     rerun:bool, # Run what is missing?
+    resume:bool, # Keep the runs that are finished?
 ):
     "Execute all notebooks, some at a time"
     with ProcessPoolExecutor(
         watch.workers, multiprocessing.get_context('spawn'), worker,
-        (max(1, os.cpu_count()//watch.workers), rerun)) as pool:
+        (max(1, os.cpu_count()//watch.workers), rerun, resume)) as pool:
         pending = {pool.submit(run_job, j) for j in watch.jobs}
         watch.begins(); watch.show()
         while pending:

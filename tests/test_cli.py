@@ -64,9 +64,10 @@ def test_data_of_worlds_of_settings_and_of_tables_that_a_figure_shows(id, given,
 def test_of_all_tables_those_that_cannot_be_made_here_are_left_out(tmp_path, monkeypatch):
     for k,v in dict(FEDBOOK_DATA=tmp_path/'data', FEDBOOK_FIGURES=tmp_path/'f', FEDBOOK_OFFLINE=1).items(): monkeypatch.setenv(k, str(v))
     monkeypatch.setattr(runner, 'having', lambda profile: [experiment(i) for i in asked])
-    monkeypatch.setattr(runner, 'work', lambda watch, rerun: None)
-    asked,said = ['003-figure3','002-figure6','003-tableA1','004-table4'],[]
-    results = runner.reproduce(profile='laptop', say=said.append)
+    monkeypatch.setattr(runner, 'work', lambda watch, rerun, resume: how.append((rerun, resume)))
+    how,asked,said = [],['003-figure3','002-figure6','003-tableA1','004-table4'],[]
+    results = runner.reproduce(profile='laptop', resume=False, say=said.append)
+    assert how==[(True, False)]
     assert [(r['id'], r['status']) for r in results]==[(i, 'left out') for i in ('003-figure3','003-tableA1','004-table4')]
     assert [p.name for p in (tmp_path/'f'/'002').iterdir()]==['figure6'] and not (tmp_path/'f'/'003').exists()
     assert said[0].startswith('Left out 003-figure3, 003-tableA1: There is no') and 'femnist_digits_subset.npz' in said[1]

@@ -102,6 +102,25 @@ def test_finished_runs_are_kept(tmp_path, monkeypatch):
     told = json.loads((tmp_path/'progress.json').read_text())
     assert told.pop('expected') > 0 and told==dict(done=4, total=4, left=0., todo=2, now='')
 
+def test_runs_of_other_tables_are_taken_over_where_they_are_asked_for(tmp_path, monkeypatch, capsys):
+    def rows(t): return tmp_path/'000'/t/'rows.jsonl'
+    def case(alpha, **cell): return Case(cell, Setting(**SMALL | dict(partition=dict(name='dirichlet', n_clients=10, alpha=alpha))), 'released' if cell else 'intended')
+    theirs = run_cases([case(.1), case(1.)], [0, 1], rows('table1/smoke').parent, **ABOUT)
+    ran = []
+    monkeypatch.setattr(E, 'run_case', lambda case, seeds, *a, f=E.run_case, **k: ran.append((case.cell, seeds)) or f(case, seeds, *a, **k))
+    mine = dict(ABOUT, table='table2', stand_in=dict(scale='less'))
+    ours = run_cases([case(.1, at=.1)], [1, 2], rows('table2/laptop').parent, borrow=True, **mine)
+    assert ran==[(dict(at=.1), [2])] and capsys.readouterr().out=='1 of the runs were made for other tables or profiles.\n'
+    assert [(r['cell'], r['variant'], r['table'], r['stand_in']['scale'], r['seed']) for r in ours]==[(dict(at=.1), 'released', 'table2', 'less', s) for s in (1, 2)]
+    same = ('fingerprint','setting','rows','seconds','when','code')
+    assert [ours[0][k] for k in same]==[theirs[2][k] for k in same] and [r['fingerprint'] for r in read(rows('table2/laptop'))]==[r['fingerprint'] for r in ours]
+    assert run_cases([case(.1, at=.1)], [1, 2], rows('table2/laptop').parent, borrow=True, **mine)==ours and not capsys.readouterr().out, 'once is enough'
+    monkeypatch.setenv('FEDBOOK_RERUN', '0')     # without running, too
+    assert [r['seed'] for r in run_cases([case(.1)], [0, 1, 2, 3], rows('table1/paper').parent, borrow=True, **ABOUT)]==[0, 1, 2]
+    assert not run_cases([case(.1)], [0], rows('table3/smoke').parent, **ABOUT), 'unasked'
+    monkeypatch.setenv('FEDBOOK_RESUME', '0')
+    assert not run_cases([case(.1)], [0], rows('table3/smoke').parent, borrow=True, **ABOUT), 'after --no-resume'
+
 def test_a_run_goes_on_at_the_round_where_it_was_killed(tmp_path, monkeypatch):
     case,rounds = Case({}, Setting(**SMALL | dict(protocol=dict(rounds=4, per_round=3), method=dict(name='moon')))),[]
     whole = run_cases([case], [0], tmp_path/'whole', **ABOUT)[0]

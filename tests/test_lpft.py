@@ -1,10 +1,10 @@
-"What the notebooks of the LP-FT paper share: distortion measured after a run, runs borrowed from another table, and a run beside the global model at which it began."
+"What the notebooks of the LP-FT paper share: distortion measured after a run, and a run beside the global model at which it began."
 from dataclasses import replace
 import re
 import numpy as np, pytest
 from torch import nn
 from hypothesis import given, strategies as st
-from fedbook.chapters.lpft import before_and_after, borrow, digit5, learnt, one_start, personalised, radiographs, with_distortion
+from fedbook.chapters.lpft import before_and_after, digit5, learnt, one_start, personalised, radiographs, with_distortion
 from fedbook.shifts import spurious, with_spurious
 from fedbook.data import Dataset
 from fedbook.errors import Refused
@@ -50,15 +50,6 @@ def test_a_claim_is_asked_from_half_of_the_printed_global_accuracy(table, by, va
     for v,counts in ((goal/2+.01, True), (goal/2-.01, False)):
         known = learnt([r(v), r(v, 1)], table, by)
         assert known.found=={value: (pytest.approx(v), goal)} and known.counts(r(v))==counts and ('yes' in known._repr_markdown_())==counts
-
-def test_borrowed_runs_are_not_run_again_and_have_new_coordinates(tmp_path, monkeypatch):
-    first, = run_cases([case('Sparse FT')], [0], tmp_path/'table', **ABOUT)
-    mine = [Case(dict(panel='b', at=.9), case('Sparse FT', method=dict(sparsity=.9)).setting), Case(dict(panel='b', at=.5), case('Sparse FT', method=dict(sparsity=.5)).setting)]
-    assert borrow(mine, [0, 1], tmp_path/'figure', tmp_path/'table', **ABOUT)==1 and borrow(mine, [0, 1], tmp_path/'figure', tmp_path/'table', **ABOUT)==0
-    monkeypatch.setenv('FEDBOOK_RERUN', '0')
-    found = run_cases(mine, [0, 1], tmp_path/'figure', **ABOUT)
-    assert [(r['cell'], r['rows'], r.get('older')) for r in found]==[(dict(panel='b', at=.9), first['rows'], None)]
-    assert borrow(mine, [0], tmp_path/'other', tmp_path/'nowhere', **ABOUT)==0
 
 def test_a_run_begins_with_local_and_global_equal(tmp_path):
     r, = run_cases([case('FT')], [0], tmp_path, **ABOUT)

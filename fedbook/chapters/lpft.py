@@ -5,13 +5,12 @@
 # %% auto #0
 __all__ = ['DIFFERENCES', 'STRATEGIES', 'TYPES', 'EARLIER', 'WORLDS', 'MADE_OF', 'INTEGRATED', 'SMALL', 'inked', 'drawn_digit',
            'drawn_digits', 'part', 'digit5', 'both_parts', 'oedema_or_nothing', 'tested_patients', 'of_parts',
-           'radiographs', 'personalised', 'schedules', 'integrated', 'borrow', 'with_distortion', 'before_stage',
-           'start_of', 'before_and_after', 'one_start', 'Learnt', 'learnt']
+           'radiographs', 'personalised', 'schedules', 'integrated', 'with_distortion', 'before_stage', 'start_of',
+           'before_and_after', 'one_start', 'Learnt', 'learnt']
 
 # %% ../../nbs/02_methods/55_chapter_lpft.ipynb #c9bf3de0
 from dataclasses import dataclass, replace
 from itertools import product
-from pathlib import Path
 import numpy as np
 import fedbook.chapters.normed # A network of Table 8
 from ..data import Dataset, join, keep, split_validation
@@ -24,7 +23,6 @@ from ..method import method as method_of
 from ..models import Classifier
 from ..papers import printed
 from ..published import from_digit5
-from ..results import append, read
 from ..shifts import CORRUPTIONS, FURTHER, with_spurious
 from ..streams import stream
 from ..tables import markdown
@@ -264,20 +262,6 @@ def integrated(
     return replace(s, method=dict(name=name, **schedules(rounds).get(name, {})), model=model,
         held=held if name in ('fedsoup','fedl2g') else 0.,
         protocol=dict(s.protocol, **({} if name=='fednova' else scored)), after=[epoch]*(name=='fednova'))
-
-# %% ../../nbs/02_methods/55_chapter_lpft.ipynb #8e5965e8
-def borrow(
-    cases:list[Case], # The cells of a figure
-    seeds:list[int], # The seeds of each
-    folder:Path, other:Path, # Where its rows.jsonl is, and the folder of another table
-    **about, # The records' paper, table, profile and stand_in
-) -> int: # How many runs were taken over
-    "Take over the finished runs of another table that have the same settings"
-    have,there = ({r['fingerprint']: r for r in read(Path(f)/'rows.jsonl')} for f in (folder, other))
-    known = [(c, [k for k in c.fingerprints(s) if k in {*have, *there}]) for c,s in product(cases, seeds)]
-    new = [(c, ks[0]) for c,ks in known if ks and not any(k in have for k in ks)]
-    for c,k in new: append(Path(folder)/'rows.jsonl', {**there[k], 'cell': c.cell, **about})
-    return len(new)
 
 # %% ../../nbs/02_methods/55_chapter_lpft.ipynb #b07f8827
 def with_distortion(
