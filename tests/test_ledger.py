@@ -1,7 +1,8 @@
 "The ledger counts what the tables' files say, once per claim."
+import json
 import pytest
 from fedbook.claims import claims
-from fedbook.ledger import evidence, grounds, HEADER, home, ledger, scoreboard, tally, theorems, word
+from fedbook.ledger import evidence, grounds, HEADER, home, in_reach, ledger, scoreboard, tally, theorems, to_come, word
 from fedbook.manifest import experiments, root
 
 COMMITTED = ledger(root()/'figures')
@@ -38,6 +39,22 @@ def test_a_claim_is_counted_once(rows, found, tmp_path):
 def test_the_same_words_in_two_tables_are_two_claims(tmp_path):
     for t in ('table6','table7'): put(tmp_path, f'000/{t}/laptop', 'a,intended,holds')
     assert tally(ledger(tmp_path))==dict(holds=2)
+
+def lean(to, n, seeds=3, rest=''): return f'undecided: leans to {to}, {seeds} seeds, about {n} needed{rest}'
+
+@pytest.mark.parametrize('verdicts,seeds', [
+    ([lean('no', 6)], (3, 6)), ([lean('no', 6), lean('no', 9, 4)], (3, 9)), ([lean('yes', 6), 'holds'], (3, 6)), ([lean('no', 6, rest=' (2 of 3 pairs)'), 'fails'], (3, 6)),
+    (['undecided: leans to yes, 1 seed, about 6 needed'], (1, 6)),
+    ([lean('yes', 6, rest=' (2 of 3 pairs)')], None), ([lean('yes', 6), 'fails'], None), ([lean('yes', 6), lean('no', 6)], None), ([lean('yes', 6), 'diverged'], None),
+    (['holds'], None), (['fails', 'holds'], None), (['undecided: holds in part'], None), (['undecided: leans to neither side, 3 seeds'], None), ([lean('no', 6), 'undecided: leans to no, 3 seeds, over 1000 needed'], None)])
+def test_seeds_help_only_where_they_can_decide(verdicts, seeds): assert to_come(verdicts)==seeds
+
+def test_what_seeds_cost_is_estimated_from_those_that_are_there(tmp_path):
+    for t,n,seconds in (('table6', 7, 3600), ('table7', 5, 900), ('table8', 11, 9)):
+        put(tmp_path, f'000/{t}/laptop', f'a,intended,"{lean("no", n)}"', f'a,released,"{lean("no", n-1)}"', 'b,intended,not tested')
+        (tmp_path/f'000/{t}/laptop/rows.jsonl').write_text('\n'.join(json.dumps(dict(fingerprint=str(i), seed=i//2, seconds=seconds)) for i in range(6)))
+    assert in_reach(ledger(tmp_path))==[['000-table7', 'a', 3, 5, 1.], ['000-table6', 'a', 3, 7, 8.]]
+    assert len(in_reach(ledger(tmp_path), 11))==3 and {t for t,*_ in in_reach(COMMITTED)} <= {*experiments()}
 
 def test_theorems_are_no_claims(tmp_path):
     put(tmp_path, '002/lemma43/laptop', 'Lemma 4.3,a,holds only under the condition', head='where,claim,verdict')
