@@ -192,6 +192,16 @@ def test_pages_of_notebooks_that_were_never_written_are_counted(tmp_path, monkey
     runner.index(lambda *at: told.append(at)); assert told==[(0, 2), (1, 2), (2, 2)] and not runner.unwritten()
     runner.index(lambda *at: told.append(at)); assert told[3:]==[(0, 0)]
 
+def test_a_second_seed_costs_one_seed(whole, tmp_path):
+    shutil.copytree(whole[0]/FOLDER, tmp_path/FOLDER)
+    def rows(folder): return [json.loads(l) for l in (folder/'rows.jsonl').read_text().splitlines()]
+    first = rows(tmp_path/FOLDER)
+    p = fedbook(*TABLE, '-p', 'seeds=[0,1]', FEDBOOK_FIGURES=tmp_path); assert p.returncode==0, p.stdout+p.stderr
+    job, = plan(['000-table6'], 'smoke', dict(rounds=12, seeds=[0, 1])); both = rows(tmp_path/job.folder.relative_to(figures()))
+    ran = {r['fingerprint']: (r['when'], r['seconds'], r['rows']) for r in both if r['seed']==0}
+    assert ran=={r['fingerprint']: (r['when'], r['seconds'], r['rows']) for r in first} and len(both)==2*len(first)
+    assert {r['profile'] for r in both}=={job.profile}!={first[0]['profile']}
+
 def test_a_table_through_papermill(whole):
     to,said = whole
     made = {p.name for p in (to/FOLDER).iterdir()}
