@@ -577,6 +577,7 @@ def run_cases(
         if borrow: done |= borrowed({k: v for k,v in wanted.items() if k not in done}, path, **about)
         if not (rerun and rerunning()): return without_running(rows, wanted, done, folder, about)
         todo = [v for k,v in wanted.items() if k not in done]
+        earlier = {checkpoint(c, s, folder, i) for c,s in todo for i in range(len(c.setting.after))}
         progress(folder, 0, len(todo), len(wanted), 0, 0, now='timing a step of each method'*bool(todo))
         plans = expected_costs(todo, device)
         groups = together(todo, [name if engine=='auto' else engine for name,_ in plans], device)
@@ -585,10 +586,10 @@ def run_cases(
                     groups, {(id(c), seed): s for (c,seed),(_,s) in zip(todo, plans)}, folder, len(wanted)):
                 for r in run_case(case, some, device, folder, engine, around, **about):
                     append(path, r); done[r['fingerprint']] = r
-                for seed in some: delete_checkpoint(case, seed, folder, len(case.setting.after))
+                for file in {checkpoint(case, s, folder, len(case.setting.after)) for s in some} - earlier:
+                    delete_checkpoint(file)
                 bar.update(len(some))
-    for case,seed in todo:
-        for i in range(len(case.setting.after)): delete_checkpoint(case, seed, folder, i)
+    for file in earlier: delete_checkpoint(file)
     return [{**done[k], **about} for k in wanted]
 
 # %% ../nbs/01_foundations/50_experiments.ipynb #8faf5501
@@ -629,9 +630,10 @@ def together(
     return list(groups.values())
 
 # %% ../nbs/01_foundations/50_experiments.ipynb #cc58789c
-def delete_checkpoint(case:Case, seed:int, folder:Path, i:int):
-    "Delete the files that a finished stage has left beside its records"
-    file = checkpoint(case, seed, folder, i)
+def delete_checkpoint(
+    file:Path, # Of a finished stage
+):
+    "Delete it, and the memory of its clients"
     file.unlink(missing_ok=True)
     shutil.rmtree(file.with_suffix('.memory'), ignore_errors=True)
 

@@ -121,6 +121,17 @@ def test_runs_of_other_tables_are_taken_over_where_they_are_asked_for(tmp_path, 
     monkeypatch.setenv('FEDBOOK_RESUME', '0')
     assert not run_cases([case(.1)], [0], rows('table3/smoke').parent, borrow=True, **ABOUT), 'after --no-resume'
 
+@pytest.mark.parametrize('first', [0, 1])
+def test_a_stage_of_two_cases_runs_once_in_either_order(tmp_path, monkeypatch, first):
+    "Fine-tuning goes on from where FedAvg ended, although FedAvg is a case of its own that has ended; nothing is left behind"
+    s,rounds = Setting(**SMALL),[]
+    cases = [Case(dict(tuned=t), replace(s, after=[dict(method=dict(name='ft'), protocol=dict(rounds=1, per_round=10))]*t)) for t in (0, 1)]
+    alone = {t: run_cases([c], [0, 1], tmp_path/f'{t}', **ABOUT) for t,c in enumerate(cases)}
+    monkeypatch.setattr(E, 'rounds_of', lambda fed, file, f=E.rounds_of: f(fed, file, lambda r: rounds.append((fed.method.__class__.__name__, r))))
+    both = run_cases([cases[first], cases[1-first]], [0, 1], tmp_path, **ABOUT)
+    assert sorted(rounds)==2*[('FT', 1)]+2*[('FedAvg', 1)]+2*[('FedAvg', 2)], rounds
+    assert [r['rows'] for r in both]==[alone[i][s]['rows'] for s in (0, 1) for i in (first, 1-first)] and not list(tmp_path.glob('.*.part'))
+
 def test_a_run_goes_on_at_the_round_where_it_was_killed(tmp_path, monkeypatch):
     case,rounds = Case({}, Setting(**SMALL | dict(protocol=dict(rounds=4, per_round=3), method=dict(name='moon')))),[]
     whole = run_cases([case], [0], tmp_path/'whole', **ABOUT)[0]
