@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['VARIANT', 'WORDS', 'HEADER', 'LEAN', 'REACH', 'evidence', 'Line', 'line', 'judged', 'ledger', 'word', 'tally',
-           'theorems', 'home', 'scores', 'scoreboard', 'grounds', 'to_come', 'hours', 'in_reach']
+           'theorems', 'home', 'scores', 'scoreboard', 'in_print', 'grounds', 'to_come', 'hours', 'in_reach']
 
 # %% ../nbs/01_foundations/56_ledger.ipynb #7954e16a
 from collections import Counter
@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 import csv, re
-from .claims import Claim, claims
+from .claims import Claim, claims, gap_in_print
 from .manifest import Experiment, experiments, PROFILES
 from .page import PRINT
 from .papers import Paper, papers
-from .results import read
+from .results import read, signed
 
 # %% ../nbs/01_foundations/56_ledger.ipynb #bef0a359
 def evidence(
@@ -134,14 +134,23 @@ def scoreboard(
     return [*rows, ['all', *map(sum, list(zip(*rows))[1:])]]
 
 # %% ../nbs/01_foundations/56_ledger.ipynb #287dfac9
+def in_print(
+    l:Line, # A verdict
+) -> str: # E.g. '+2.90 in print'; empty where there is none
+    "The difference that the paper prints for the weakest pair"
+    same = [c for c in claims() if (home(c), c.text)==(l.experiment.id, l.claim)]
+    gap = gap_in_print(same[0], l.rest.get('weakest pair')) if same else None
+    return '' if gap is None else f'{signed(gap, None, None)} in print'
+
 def grounds(
     l:Line, # A verdict
-) -> str: # E.g. 'A against B: +2.0 [+1.0, +3.0]'
+) -> str: # E.g. 'A against B: +2.0 [+1.0, +3.0], +2.90 in print'
     "What a verdict rests on, in words"
     told = {k: v for k,v in l.rest.items() if k not in (PRINT,'seeds') and v not in ('','–')}
     pair,difference = told.pop('weakest pair', ''),told.pop('difference [95 %]', '')
+    numbers = ', '.join(filter(None, [difference, in_print(l)]))
     return '; '.join(filter(None,
-        [': '.join(filter(None, [pair, difference])), *(f'{k} {v}' for k,v in told.items())])) or '–'
+        [': '.join(filter(None, [pair, numbers])), *(f'{k} {v}' for k,v in told.items())])) or '–'
 
 # %% ../nbs/01_foundations/56_ledger.ipynb #c6fe6b24
 LEAN = re.compile(r'undecided: leans to (yes|no), (\d+) seeds?, about (\d+) needed( \(\d+ of \d+ pairs\))?')

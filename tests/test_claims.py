@@ -4,7 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 import numpy as np, pytest
 from scipy.stats import nct, t
-from fedbook.claims import (against, at_equal, AtEqual, Claim, claims, common_level, Correlation, decided, examined, first_reached, holds_in_print, made, rise, seeds_needed,
+from fedbook.claims import (against, at_equal, AtEqual, Claim, claims, common_level, Correlation, decided, examined, first_reached, gap_in_print, holds_in_print, made, rise, seeds_needed,
     spearman, verdicts)
 from fedbook.errors import Refused
 from fedbook.manifest import experiments
@@ -21,6 +21,22 @@ def pairs(*epochs, **kw): return Claim('x', '000-table6', '', '', [[dict(epochs=
 def verdict(*better, c=pairs((8, 4))): # per seed, by how much 8 epochs beat 4
     records = [r for s,d in enumerate(better) for r in (run(s, 50., epochs=4), run(s, 50.+d, epochs=8))]
     return examined(c, records, 'intended')
+
+def in_print(c, cell): # a printed value, or none
+    there = [k for k in printed(c.table).cells if cell.items() <= {**printed(c.table).fixed, **k}.items()] if c.table in printed_ids() else []
+    return there[0].get(c.metric) if there else None
+
+@pytest.mark.parametrize('c', [c for c in EVERY if type(c) is Claim], ids=lambda c: c.id)
+def test_a_pair_is_found_in_print_by_its_words(c):
+    both = {against(a, b): (in_print(c, a), in_print(c, b)) for a,b in c.pairs}
+    assert {w: gap_in_print(c, w) for w in both}=={w: None if None in v else v[0]-v[1] for w,v in both.items()}
+    assert gap_in_print(c, 'something else') is gap_in_print(c, None) is None
+
+def test_other_claims_have_no_pair_in_print():
+    "Of a trend, and of pairs where another metric is equal"
+    cell = dict(epochs=8),dict(epochs=4)
+    assert gap_in_print(AtEqual('x', '000-table6', '', '', [cell]), against(*cell)) is gap_in_print(Correlation('x', '000-table6', '', '', 'epochs'), against(*cell)) is None
+    assert round(gap_in_print(pairs((8, 4)), against(*cell)), 2)==3.99
 
 @pytest.mark.parametrize('c', EVERY, ids=lambda c: c.id)
 def test_a_claim_names_cells_of_its_table(c):
