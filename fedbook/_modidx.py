@@ -505,6 +505,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                      'fedbook.experiments.images': ('01_foundations/experiments.html#images', 'fedbook/experiments.py'),
                                      'fedbook.experiments.is_user_model': ( '01_foundations/experiments.html#is_user_model',
                                                                             'fedbook/experiments.py'),
+                                     'fedbook.experiments.lent': ('01_foundations/experiments.html#lent', 'fedbook/experiments.py'),
                                      'fedbook.experiments.local': ('01_foundations/experiments.html#local', 'fedbook/experiments.py'),
                                      'fedbook.experiments.measured': ('01_foundations/experiments.html#measured', 'fedbook/experiments.py'),
                                      'fedbook.experiments.network': ('01_foundations/experiments.html#network', 'fedbook/experiments.py'),

@@ -8,8 +8,8 @@ __all__ = ['BESIDE', 'UNCHANGED', 'Setting', 'local', 'protocol', 'device', 'dat
            'shifted', 'groups_of', 'federation', 'stage_after', 'own_models', 'at_global_model', 'stages_of',
            'code_fingerprint', 'user_code', 'is_user_model', 'weights', 'equivalent_codes', 'Case', 'run_case',
            'checkpoint', 'record', 'device_name', 'stage_costs', 'stage_cost', 'expected_costs', 'timed', 'among',
-           'stored', 'rerunning', 'borrowed', 'run_cases', 'without_running', 'newest', 'together', 'delete_checkpoint',
-           'told', 'progress', 'measured']
+           'stored', 'rerunning', 'lent', 'borrowed', 'run_cases', 'without_running', 'newest', 'together',
+           'delete_checkpoint', 'told', 'progress', 'measured']
 
 # %% ../nbs/01_foundations/50_experiments.ipynb #63b38e0c
 from dataclasses import dataclass, field, replace
@@ -32,7 +32,7 @@ from .optim import OPTIMISERS, SCHEDULES
 
 # %% ../nbs/01_foundations/50_experiments.ipynb #2d223963
 from .results import append, plain, read
-from .errors import choose, require
+from .errors import choose, Refused, require
 from .evaluate import cross_parts, evaluate, shared, validate
 from .federation import begin, FederatedData, Federation, Protocol, ready, scored_view
 from .rounds import rounds_of, run_in_lockstep
@@ -541,6 +541,14 @@ def rerunning() -> bool: # Unless `$FEDBOOK_RERUN` is 0
     return os.environ.get('FEDBOOK_RERUN')!='0'
 
 # %% ../nbs/01_foundations/50_experiments.ipynb #f2055ec2
+def lent(
+    path:Path, # Records of another table
+) -> list[dict]: # Empty where the file is broken
+    "What a table may take over from another one"
+    try: return read(path)
+    except Refused as e: print(f'{e} None of its runs is taken over.')
+    return []
+
 def borrowed(
     wanted:dict, # Fingerprint to a case and a seed
     path:Path, # Where they are stored: figures/<paper>/<table>/<profile>/rows.jsonl
@@ -549,7 +557,7 @@ def borrowed(
     """Finished runs of the paper's other tables and profiles, taken over; none if `$FEDBOOK_RESUME` is 0, as
     after `--no-resume`"""
     if not wanted or os.environ.get('FEDBOOK_RESUME')=='0': return {}
-    others = [r for p in sorted(path.parents[2].glob('*/*/rows.jsonl')) if p != path for r in read(p)]
+    others = [r for p in sorted(path.parents[2].glob('*/*/rows.jsonl')) if p != path for r in lent(p)]
     found = {k: {**r, 'cell': wanted[k][0].cell, 'variant': wanted[k][0].variant, **about}
         for k,r in among(others, wanted).items()}
     for r in found.values(): append(path, r)

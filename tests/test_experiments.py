@@ -121,6 +121,14 @@ def test_runs_of_other_tables_are_taken_over_where_they_are_asked_for(tmp_path, 
     monkeypatch.setenv('FEDBOOK_RESUME', '0')
     assert not run_cases([case(.1)], [0], rows('table3/smoke').parent, borrow=True, **ABOUT), 'after --no-resume'
 
+def test_a_broken_file_lends_nothing(tmp_path, capsys):
+    def rows(t): return tmp_path/'000'/t/'smoke'/'rows.jsonl'
+    for s,t in enumerate(('table1','table2')): run_cases([Case({}, Setting(**SMALL))], [s], rows(t).parent, **ABOUT)
+    rows('table1').write_bytes(b'broken\n'+rows('table1').read_bytes())
+    assert [r['seed'] for r in run_cases([Case({}, Setting(**SMALL))], [0, 1], rows('table3').parent, rerun=False, borrow=True, **ABOUT)]==[1]
+    told = capsys.readouterr().out
+    assert f'{rows("table1")} line 1' in told and 'None of its runs is taken over.\n1 of the runs' in told
+
 @pytest.mark.parametrize('first', [0, 1])
 def test_a_stage_of_two_cases_runs_once_in_either_order(tmp_path, monkeypatch, first):
     "Fine-tuning goes on from where FedAvg ended, although FedAvg is a case of its own that has ended; nothing is left behind"
