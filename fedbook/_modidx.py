@@ -702,6 +702,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
             'fedbook.ledger': { 'fedbook.ledger.Line': ('01_foundations/ledger.html#line', 'fedbook/ledger.py'),
                                 'fedbook.ledger.Line.tested': ('01_foundations/ledger.html#line.tested', 'fedbook/ledger.py'),
                                 'fedbook.ledger.Line.theory': ('01_foundations/ledger.html#line.theory', 'fedbook/ledger.py'),
+                                'fedbook.ledger.behind': ('01_foundations/ledger.html#behind', 'fedbook/ledger.py'),
                                 'fedbook.ledger.evidence': ('01_foundations/ledger.html#evidence', 'fedbook/ledger.py'),
                                 'fedbook.ledger.grounds': ('01_foundations/ledger.html#grounds', 'fedbook/ledger.py'),
                                 'fedbook.ledger.home': ('01_foundations/ledger.html#home', 'fedbook/ledger.py'),

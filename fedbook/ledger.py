@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['VARIANT', 'WORDS', 'HEADER', 'LEAN', 'REACH', 'evidence', 'Line', 'line', 'judged', 'ledger', 'word', 'tally',
-           'theorems', 'home', 'scores', 'scoreboard', 'in_print', 'grounds', 'to_come', 'hours', 'in_reach']
+           'theorems', 'home', 'scores', 'scoreboard', 'in_print', 'grounds', 'to_come', 'hours', 'in_reach', 'behind']
 
 # %% ../nbs/01_foundations/56_ledger.ipynb #7954e16a
 from collections import Counter
@@ -188,3 +188,16 @@ def in_reach(
     found = [(*k, ls[0].folder, to_come([l.verdict for l in ls])) for k,ls in each]
     return sorted(([id, text, *n, round((n[1]-n[0])*hours(folder), 1)]
         for id,text,folder,n in found if n and n[1] <= most), key=lambda r: r[-1])
+
+# %% ../nbs/01_foundations/56_ledger.ipynb #76f6c6dd
+def behind(
+    figures:Path, # The folder of all results
+) -> dict: # runs, hours, cells, and how many of the cells have at least `three` and `five` seeds
+    "How much was run for all tables"
+    rows = [(f, r) for p in PROFILES[1:] for f in sorted(figures.glob(f'*/*/{p}/rows.jsonl'))
+        for r in read(f)]
+    seconds = {r['fingerprint']: r['seconds'] for _,r in rows}
+    ran = {(f, str(r['cell']), r['variant'], r['seed']) for f,r in rows}
+    seeds = Counter(r[:-1] for r in ran)
+    return dict(runs=len(seconds), hours=sum(seconds.values())/3600, cells=len(seeds),
+        three=sum(n >= 3 for n in seeds.values()), five=sum(n >= 5 for n in seeds.values()))

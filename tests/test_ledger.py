@@ -2,7 +2,7 @@
 import json
 import pytest
 from fedbook.claims import claims
-from fedbook.ledger import evidence, grounds, HEADER, home, in_reach, ledger, scoreboard, tally, theorems, to_come, word
+from fedbook.ledger import behind, evidence, grounds, HEADER, home, in_reach, ledger, scoreboard, tally, theorems, to_come, word
 from fedbook.manifest import experiments, root
 
 COMMITTED = ledger(root()/'figures')
@@ -55,6 +55,16 @@ def test_what_seeds_cost_is_estimated_from_those_that_are_there(tmp_path):
         (tmp_path/f'000/{t}/laptop/rows.jsonl').write_text('\n'.join(json.dumps(dict(fingerprint=str(i), seed=i//2, seconds=seconds)) for i in range(6)))
     assert in_reach(ledger(tmp_path))==[['000-table7', 'a', 3, 5, 1.], ['000-table6', 'a', 3, 7, 8.]]
     assert len(in_reach(ledger(tmp_path), 11))==3 and {t for t,*_ in in_reach(COMMITTED)} <= {*experiments()}
+
+def test_runs_are_counted_once_and_cells_by_their_seeds(tmp_path):
+    def store(where, *runs): # (fingerprint, cell, variant, seed)
+        (tmp_path/where).mkdir(parents=True)
+        (tmp_path/where/'rows.jsonl').write_text('\n'.join(json.dumps(dict(zip(('fingerprint','cell','variant','seed'), r), seconds=900)) for r in runs))
+    each = [(f'{v}{s}', {}, v, s) for v in 'ab' for s in range(4)]
+    store('000/table7/smoke', ('x', {}, 'a', 0)), store('000/table7/laptop-changed-1a2b3c', ('y', {}, 'a', 0))
+    assert behind(tmp_path)==dict(runs=0, hours=0, cells=0, three=0, five=0)
+    store('000/table7/laptop', *each, ('c', {}, 'b', 4)), store('001/table7/overnight', *each[:2])
+    assert behind(tmp_path)==dict(runs=9, hours=2.25, cells=3, three=2, five=1)
 
 def test_theorems_are_no_claims(tmp_path):
     put(tmp_path, '002/lemma43/laptop', 'Lemma 4.3,a,holds only under the condition', head='where,claim,verdict')
