@@ -2484,6 +2484,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                 'fedbook.tokens.Stem.maps': ('01_foundations/tokens.html#stem.maps', 'fedbook/tokens.py'),
                                 'fedbook.tokens.as_bytes': ('01_foundations/tokens.html#as_bytes', 'fedbook/tokens.py'),
                                 'fedbook.tokens.encoded': ('01_foundations/tokens.html#encoded', 'fedbook/tokens.py'),
+                                'fedbook.tokens.in_tokens': ('01_foundations/tokens.html#in_tokens', 'fedbook/tokens.py'),
                                 'fedbook.tokens.kept': ('01_foundations/tokens.html#kept', 'fedbook/tokens.py'),
                                 'fedbook.tokens.tokens_of': ('01_foundations/tokens.html#tokens_of', 'fedbook/tokens.py'),
                                 'fedbook.tokens.vit_tokens': ('01_foundations/tokens.html#vit_tokens', 'fedbook/tokens.py')},

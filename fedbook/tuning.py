@@ -62,7 +62,7 @@ def reached(
     metric:str, # E.g. 'val_accuracy'
 ) -> float: # NaN where a run diverged
     "The value that a place reaches, as a mean over seeds"
-    return float(np.mean([value_of(r, metric) for r in records if r['cell']==at(place)]))
+    return float(np.mean([value_of(r, metric) for r in records if at(place).items() <= r['cell'].items()]))
 
 # %% ../nbs/01_foundations/57_tuning.ipynb #fd94a0af
 def chosen(
@@ -83,16 +83,16 @@ def tuned_rows(records:list[dict], groups:list[list[tuple]], metric:str) -> list
 
 # %% ../nbs/01_foundations/57_tuning.ipynb #9f4a938d
 def tuned_table(
-    records:list[dict], # Runs of `cases`
-    groups:list[list[tuple]], # Of `groups`
+    sweeps:dict, # Data set to its runs and groups
     metric:str, # E.g. 'val_accuracy'
     title:str, # Of the table
 ) -> Table:
     "Every place with the value that it reaches, and the chosen one of each group"
     import pandas as pd
-    columns = 'method','hyper-parameter','learning rate','validation accuracy','','where from'
-    frame,about = pd.DataFrame(tuned_rows(records, groups, metric), columns=columns),provenance(records)
-    return Table(frame, title, notes_of(about), about)
+    columns = 'data set','method','hyper-parameter','learning rate','validation accuracy','','where from'
+    rows = [[d, *r] for d,(records,groups) in sweeps.items() for r in tuned_rows(records, groups, metric)]
+    about = provenance([r for records,_ in sweeps.values() for r in records])
+    return Table(pd.DataFrame(rows, columns=columns), title, notes_of(about), about)
 
 # %% ../nbs/01_foundations/57_tuning.ipynb #6c2ac848
 def label(p:tuple, g:list[tuple]) -> str: # E.g. 'mu = 5' or 'rate 0.1'
@@ -110,15 +110,17 @@ def group_bars(ax, records:list[dict], g:list[tuple], metric:str):
 
 # %% ../nbs/01_foundations/57_tuning.ipynb #4f42361d
 def tuned_picture(
-    records:list[dict], # Runs of `cases`
-    groups:list[list[tuple]], # Of `groups`
+    sweeps:dict, # Data set to its runs and groups
     metric:str, # E.g. 'val_accuracy'
 ): # A figure
-    "Each group on an axis of its own, the chosen value filled"
+    "A row for each data set, each group on an axis of its own, the chosen value filled"
     import matplotlib.pyplot as plt
+    wide = max(len(groups) for _,groups in sweeps.values())
     with style():
-        figure,axes = plt.subplots(1, len(groups), figsize=(max(6, 1.4*len(groups)), 3), sharey=True,
-            squeeze=False)
-        for ax,g in zip(axes[0], groups): group_bars(ax, records, g, metric)
-        axes[0,0].set_ylabel('validation accuracy, %')
+        figure,axes = plt.subplots(len(sweeps), wide, figsize=(max(6, 1.4*wide), 3*len(sweeps)),
+            sharey='row', squeeze=False, layout='constrained')
+        for row,(d,(records,groups)) in zip(axes, sweeps.items()):
+            for ax,g in zip(row, groups): group_bars(ax, records, g, metric)
+            for ax in row[len(groups):]: ax.set_visible(False)
+            row[0].set_ylabel(f'{d}\nvalidation accuracy, %')
     return figure

@@ -213,7 +213,7 @@ def test_the_chosen_hyper_parameters_are_those_of_the_sweep():
     from pathlib import Path
     from fedbook.chapters.fedcspack import ALGORITHMS, CHOSEN, comparison_setting
     from fedbook.results import read, value_of
-    rows = [r for r in read(Path(__file__).parents[1]/'figures'/'003'/'tuning'/'laptop'/'rows.jsonl') if r['cell']['lr']==.05]
+    rows = [r for r in read(Path(__file__).parents[1]/'figures'/'003'/'tuning'/'laptop'/'rows.jsonl') if r['cell']['lr']==.05 and r['cell']['dataset']=='FMNIST']
     newest = {repr(r['cell']): r for r in rows} # the last run of each cell, by the newest code
     for name,chosen in CHOSEN.items():
         mine = [r for r in newest.values() if r['cell']['algorithm']==name]

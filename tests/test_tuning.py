@@ -33,3 +33,12 @@ def test_the_mean_over_seeds_decides_the_first_of_equals_wins_and_what_diverged_
 def test_a_group_of_one_is_refused_by_name():
     with pytest.raises(Refused, match='nothing to choose for APFL'): groups(dict(APFL=dict(alpha=[.5])), [.1], [])
     with pytest.raises(Refused, match='nothing to choose for FedAvg'): groups({}, [.1], ['FedAvg'])
+
+def test_each_data_set_has_a_grid_and_a_choice_of_its_own():
+    "Runs are found by their place, whatever other coordinates their cells have"
+    about = dict(profile='smoke', data='x', model='y', method='z', variant='intended', stand_in={}, device='d', engine='e', seconds=1., version='0', code='c', setting={})
+    def sweep(d, values):
+        group = groups(dict(MOON=dict(mu=[float(k) for k in values])), [.1], [])[0]
+        return [r | about | dict(cell=r['cell'] | dict(dataset=d), fingerprint=f'{d}{p}') for p,v in zip(group, values.values()) for r in [run(p, 0, v)]],[group]
+    frame = tuned_table(dict(A=sweep('A', {1: 60., 5: 70.}), B=sweep('B', {1: 80., 5: 70., 10: 90.})), 'val_accuracy', 'T').frame
+    assert frame.iloc[:, [0, 2, 4, 5]].values.tolist()==[['A','mu = 1',60.,''], ['A','mu = 5',70.,'chosen'], ['B','mu = 1',80.,''], ['B','mu = 5',70.,''], ['B','mu = 10',90.,'chosen']]

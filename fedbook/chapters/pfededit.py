@@ -15,7 +15,7 @@ from ..experiments import Setting
 from ..methods.pfededit import candidate_layers, transformer_blocks
 from ..models import build, Net
 from ..results import curve_of
-from ..tokens import tokens_of
+from ..tokens import in_tokens
 
 # %% ../../nbs/02_methods/69_chapter_pfededit.ipynb #6895246d
 DIFFERENCES = [ # what, the paper says, the released code does, fedbook does
@@ -146,13 +146,12 @@ def edited_setting(
 
 # %% ../../nbs/02_methods/69_chapter_pfededit.ipynb #01e208d5
 def world_of(
-    # Settings of `edited_setting`, and maybe `levels` and `values` of a table, and `tokens`, which are
-    # arguments of `fedbook.tokens.tokens_of`
+    # Settings of `edited_setting`, and maybe `levels` and `values` of a table, and `tokens`, as in
+    # `fedbook.tokens.in_tokens`
     world:dict,
 ) -> dict: # Settings of `edited_setting`
-    "The settings that a world stands for; computes its tokens, once; raises `Refused` as `tokens_of` does"
-    how = {k: v for k,v in world.items() if k not in ('levels','values','tokens')}
-    return how | (dict(data=tokens_of(how['data'], **world['tokens']).name) if 'tokens' in world else {})
+    "The settings that a world stands for; raises `Refused` as `in_tokens` does"
+    return in_tokens({k: v for k,v in world.items() if k not in ('levels','values')})
 
 # %% ../../nbs/02_methods/69_chapter_pfededit.ipynb #8938317b
 MEASURES = {'Accuracy': 'accuracy', 'Loss': 'loss', 'TE score': 'te', 'Prediction list': 'cases'}
