@@ -6,7 +6,7 @@
 __all__ = ['DIFFERENCES', 'STRATEGIES', 'TYPES', 'EARLIER', 'WORLDS', 'MADE_OF', 'INTEGRATED', 'SMALL', 'inked', 'drawn_digit',
            'drawn_digits', 'part', 'digit5', 'both_parts', 'oedema_or_nothing', 'tested_patients', 'of_parts',
            'radiographs', 'personalised', 'schedules', 'integrated', 'with_distortion', 'before_stage', 'start_of',
-           'before_and_after', 'one_start', 'Learnt', 'learnt']
+           'before_and_after', 'one_start', 'Learnt', 'learnt', 'beside_lpft', 'ahead_of_lpft']
 
 # %% ../../nbs/02_methods/55_chapter_lpft.ipynb #c9bf3de0
 from dataclasses import dataclass, replace
@@ -22,10 +22,12 @@ from ..experiments import Case, Setting
 from ..method import method as method_of
 from ..models import Classifier
 from ..papers import printed
+from ..pictures import ahead
 from ..published import from_digit5
+from ..results import legend_beside, on_data, paired, style
 from ..shifts import CORRUPTIONS, FURTHER, with_spurious
 from ..streams import stream
-from ..tables import markdown
+from ..tables import in_words, markdown
 
 # %% ../../nbs/02_methods/55_chapter_lpft.ipynb #da0fe75e
 DIFFERENCES = [ # what, the paper says, the earlier code does, fedbook does
@@ -350,3 +352,39 @@ def learnt(
     starts = {}
     for r in records: starts.setdefault(r['cell'].get(by), []).append(start_of(r))
     return Learnt(by, {k: (float(np.mean(v)), goals[k]) for k,v in starts.items()})
+
+# %% ../../nbs/02_methods/55_chapter_lpft.ipynb #a288657e
+def beside_lpft(
+    ax, # Matplotlib axes
+    records:list[dict], # Runs of several strategies, LP-FT among them
+    table:str, # Where they are printed
+    world:str, # The data set
+    metric:str, # E.g. 'cross_global'
+):
+    "Points of each strategy above LP-FT in one score, ours and printed"
+    some,t = [r for r in records if r['cell']['dataset']==world],printed(table)
+    def cell(s): return dict(dataset=world, strategy=s)
+    def theirs(s): return t.value({k: v for k,v in cell(s).items() if k in t.index}, metric)
+    others = list(dict.fromkeys(r['cell']['strategy'] for r in some if r['cell']['strategy']!='LP-FT'))
+    gaps = [[*paired(some, cell(s), cell('LP-FT'), metric).differences.values()] for s in others]
+    ahead(ax, others, dict(ours=gaps), [theirs(s)-theirs('LP-FT') for s in others], 20)
+    ax.set(title=on_data(world, some).replace(' for ', '\nfor '),
+        xlabel=f'{in_words(metric).removesuffix(" (%)")}:\npoints above LP-FT')
+
+# %% ../../nbs/02_methods/55_chapter_lpft.ipynb #94bc0343
+def ahead_of_lpft(
+    records:list[dict], # Runs of several strategies, LP-FT among them
+    table:str, # Where they are printed
+    profile:str, # Named on the picture
+): # A matplotlib figure
+    "A panel for each data set and for the local, global and average accuracy"
+    import matplotlib.pyplot as plt
+    worlds = list(dict.fromkeys(r['cell']['dataset'] for r in records))
+    with style():
+        figure,axes = plt.subplots(len(worlds), 3, figsize=(10, 2.4*len(worlds)+.6), squeeze=False,
+            sharey=True, layout='constrained')
+        for row,w in zip(axes, worlds):
+            for ax,m in zip(row, ('local','global','average')):
+                beside_lpft(ax, records, table, w, f'cross_{m}')
+        figure.suptitle(f'Right of zero: better than LP-FT; profile {profile}'); legend_beside(figure)
+    return figure
