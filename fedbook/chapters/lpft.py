@@ -361,7 +361,8 @@ def beside_lpft(
     world:str, # The data set
     metric:str, # E.g. 'cross_global'
 ):
-    "Points of each strategy above LP-FT in one score, ours and printed"
+    """Points of each strategy above LP-FT in one score, ours and printed; raises `Refused` where LP-FT was
+    not run, or shares no seed with a strategy"""
     some,t = [r for r in records if r['cell']['dataset']==world],printed(table)
     def cell(s): return dict(dataset=world, strategy=s)
     def theirs(s): return t.value({k: v for k,v in cell(s).items() if k in t.index}, metric)
@@ -377,7 +378,8 @@ def ahead_of_lpft(
     table:str, # Where they are printed
     profile:str, # Named on the picture
 ): # A matplotlib figure
-    "A panel for each data set and for the local, global and average accuracy"
+    """A panel for each data set and for the local, global and average accuracy; raises `Refused` as
+    `beside_lpft` does"""
     import matplotlib.pyplot as plt
     worlds = list(dict.fromkeys(r['cell']['dataset'] for r in records))
     with style():
