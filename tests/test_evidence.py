@@ -1,12 +1,15 @@
 "What a paper notebook shows at its head."
+from functools import cache
 import json, re
 from pathlib import Path
 import matplotlib.pyplot as plt, pytest
 from fedbook.claims import verdicts
 from fedbook.errors import Refused
 from fedbook.evidence import committed, Evidence, small
+from fedbook.experiments import code_fingerprint, equivalent_codes, Setting, user_code
 from fedbook.manifest import experiments, looked, remark
-from fedbook.results import notes_of
+from fedbook.results import notes_of, read
+import fedbook.unchanged # models of which rows speak
 
 NOTEBOOKS = Path(__file__).resolve().parents[1]/'nbs'
 
@@ -97,6 +100,23 @@ def test_what_makes_missing_evidence_is_a_profile_that_the_table_has():
     for id,e in experiments().items():
         profile = Evidence(id, None).words().split('--profile ')[1].rstrip('`.')
         assert profile!='smoke' and profile in e.profiles, f'{id}: {profile}'
+
+# ---- rows and the present code
+
+WITH_ROWS = [p for p in sorted((NOTEBOOKS.parent/'figures').glob('*/*/*/rows.jsonl')) if p.parent.name!='smoke' and p.with_name('provenance.json').exists()]
+
+@cache
+def present(name, *user_code): return set(equivalent_codes(code_fingerprint(name, *user_code)))
+
+def is_older(row):
+    s = Setting(**row['setting'])
+    return row['code'] not in present(s.method['name'], *user_code(s))
+
+@pytest.mark.parametrize('rows', WITH_ROWS, ids=lambda p: '-'.join(p.parts[-4:-1]))
+def test_a_stored_table_knows_which_of_its_runs_are_of_older_code(rows):
+    "Code that changes asks for `fedbook unchanged`, or for its tables to be made again"
+    about = json.loads(rows.with_name('provenance.json').read_text())
+    assert sum(map(is_older, (r for r in read(rows) if r['fingerprint'] in about['runs'])))==about.get('older', 0)
 
 # ---- verdicts and the present rules
 
