@@ -7,17 +7,18 @@ __all__ = ['FIELDS', 'ROW', 'HEAD', 'ROUNDS', 'ALPHA', 'COLUMNS', 'plain', 'chec
            'repaired', 'write_whole', 'append', 'parsed', 'read', 'on_data', 'stand_ins', 'tidy_row', 'tidy', 'centre',
            'interval', 'side', 'incomparable', 'with_reservations', 'verdict', 'curve_of', 'parts_of', 'forgetting',
            'main_metric', 'best_round', 'sign_of', 'value_of', 'score_of', 'chance_level', 'at_chance', 'signed',
-           'rounded', 'Comparison', 'scored_across', 'provenance', 'listed', 'what_ran', 'how_it_ran', 'exceptions',
-           'notes_of', 'coordinate', 'grouped', 'check_runs', 'shape_of', 'parts_printed', 'compare_cell',
+           'rounded', 'Comparison', 'scored_across', 'provenance', 'listed', 'what_ran', 'in_place_of', 'how_it_ran',
+           'exceptions', 'notes_of', 'coordinate', 'grouped', 'check_runs', 'shape_of', 'parts_printed', 'compare_cell',
            'only_guesses', 'cell_verdict', 'compared', 'comparison', 'p_value', 'Paired', 'paired', 'select',
-           'named_colours', 'settle', 'style', 'legend_beside', 'dots', 'save_figure', 'texts_of', 'save_outputs']
+           'named_colours', 'settle', 'style', 'legend_beside', 'dots', 'footnote', 'save_figure', 'texts_of',
+           'save_outputs']
 
 # %% ../nbs/01_foundations/40_results.ipynb #80b4acaf
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
-import errno, json, math, os, re
+import errno, json, math, os, re, textwrap
 import numpy as np
 from .data import CATALOGUE
 from .errors import choose, nearest, Refused, require
@@ -462,11 +463,18 @@ def what_ran(p:dict) -> list[str]:
         *([f'Scores across clients: each model on at most {listed(p, "across")} test images of each client.']
             if 'across' in p else [])]
 
+# %% ../nbs/01_foundations/40_results.ipynb #51a4d1f7
+def in_place_of(
+    stand_in:list[str], # What `provenance` keeps
+) -> str: # A sentence
+    "What stands in for the paper's data, model and scale"
+    return ('Stand-ins: '+'; '.join(stand_in)+'.' if stand_in
+        else 'No stand-ins: data, model and scale are the paper\'s.')
+
 # %% ../nbs/01_foundations/40_results.ipynb #300289fc
 def how_it_ran(p:dict) -> list[str]:
     "Sentences about stand-ins, machines and the version of the code"
-    return ['Stand-ins: '+'; '.join(p['stand_in'])+'.' if p['stand_in']
-            else 'No stand-ins: data, model and scale are the paper\'s.',
+    return [in_place_of(p['stand_in']),
         f'Device: {listed(p, "device")}; engine: {listed(p, "engine")}; {p["seconds"]:.0f} s in total; '
         f'fedbook {listed(p, "version")}, '
         +(f'code {listed(p, "code")}.' if len(p['code']) < 4 else
@@ -732,16 +740,31 @@ def dots(
     mean,low,high = np.array([interval(v) if len(v) else (math.nan,)*3 for v in values], float).T
     return ax.errorbar(mean, at, xerr=np.nan_to_num([mean-low, high-mean]), fmt='o', ms=5, capsize=3, **how)
 
+# %% ../nbs/01_foundations/40_results.ipynb #7be2c05d
+@contextmanager
+def footnote(
+    figure, # A matplotlib figure
+    text:str, # Wrapped to the width of what is drawn
+):
+    "Inside the block small words stand below all that `figure` shows"
+    drawn = figure.get_tightbbox() # In inches
+    at = np.round((drawn.min-(0, .1))/figure.get_size_inches(), 3)
+    note = figure.text(*at, textwrap.fill(text, int(15*drawn.width)), va='top', fontsize=8, parse_math=False)
+    try: yield note
+    finally: note.remove()
+
 # %% ../nbs/01_foundations/40_results.ipynb #16be42f0
 def save_figure(
     folder:Path|str, # Made where there is none
     figure, # A matplotlib figure
+    note:str='', # Below the figure in the files
 ) -> list[Path]: # The files
     "Write figure.svg and figure.png, without dates or versions"
     import matplotlib as mpl
     images = dict(svg=dict(Date=None, Creator=None), png=dict(Software=None))
     for kind,metadata in images.items():
-        with writing(Path(folder)/f'figure.{kind}') as part, mpl.rc_context({'svg.hashsalt': 'fedbook'}):
+        with (writing(Path(folder)/f'figure.{kind}') as part, footnote(figure, note),
+                mpl.rc_context({'svg.hashsalt': 'fedbook'})):
             figure.savefig(part, format=kind, metadata=metadata, bbox_inches='tight')
     return [Path(folder)/f'figure.{kind}' for kind in images]
 
@@ -764,8 +787,11 @@ def save_outputs(
     claims:Table=None, # The verdicts on the paper's claims
 ) -> list[Path]: # The files
     """Write table.md, table.html, numbers.csv, provenance.json, with claims claims.md and claims.csv, and
-    with a figure figure.svg and figure.png"""
-    texts = texts_of(table, {**table.provenance, **(provenance or {})}, claims)
+    with a figure figure.svg and figure.png, which name below it what stands in for the paper's set-up"""
+    about = {**table.provenance, **(provenance or {})}
+    texts = texts_of(table, about, claims)
+    note = in_place_of(about['stand_in']) if 'stand_in' in about else ''
     for name,text in texts.items():
         with writing(Path(folder)/name) as part: part.write_text(text, encoding='utf-8', newline='\n')
-    return [Path(folder)/n for n in texts] + (save_figure(folder, figure) if figure else [])
+    pictures = save_figure(folder, figure, note) if figure else []
+    return [Path(folder)/n for n in texts] + pictures

@@ -373,6 +373,21 @@ def test_outputs_have_the_same_bytes(tmp_path):
     assert p['why']=='test' and p['runs']==['fedavg5-0'] and p['seeds']==[0] and p['at']=='last'
     assert [f.name for f in R.save_outputs(tmp_path/'c', c)]==['table.md','table.html','numbers.csv','provenance.json']
 
+def words_in(svg): return ' '.join(re.findall('<!-- (.*?) -->', svg.read_text(encoding='utf-8')))
+
+@pytest.mark.parametrize('stand_in,words', [(['data: 4,000 images for 60,000', 'scale: $2 for $3, 10 % for 20 %'], 'Stand-ins: data: 4,000 images for 60,000; scale: $2 for $3, 10 % for 20 %.'),
+    ([], 'No stand-ins')])
+def test_a_saved_picture_says_what_stands_in_for_the_papers_set_up(tmp_path, stand_in, words):
+    f = figure(); before = [t.get_text() for t in f.texts]
+    R.save_outputs(tmp_path, R.comparison([run()], CELLS, KEYS), f, dict(stand_in=stand_in))
+    assert words in words_in(tmp_path/'figure.svg') and [t.get_text() for t in f.texts]==before
+
+def test_a_note_stands_below_all_that_a_picture_shows():
+    import matplotlib.pyplot as plt
+    f,ax = plt.subplots(figsize=(3,2)); ax.set_xlabel('a label of\n\n\n\n\nmany lines'); label = ax.xaxis.label
+    with R.footnote(f, 'many words '*30) as note: assert note.get_window_extent().y1 < label.get_window_extent().y0 and '\n' in note.get_text()
+    plt.close(f)
+
 def test_a_table_that_compares_nothing_is_saved_as_well(tmp_path):
     import pandas as pd
     t = Table(pd.DataFrame(dict(a=[1])), 'Title.', provenance=dict(profile='smoke'))
