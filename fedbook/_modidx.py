@@ -1975,6 +1975,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                   'fedbook.pictures.class_bars': ('01_foundations/pictures.html#class_bars', 'fedbook/pictures.py'),
                                   'fedbook.pictures.class_scale': ('01_foundations/pictures.html#class_scale', 'fedbook/pictures.py'),
                                   'fedbook.pictures.curve': ('01_foundations/pictures.html#curve', 'fedbook/pictures.py'),
+                                  'fedbook.pictures.grid': ('01_foundations/pictures.html#grid', 'fedbook/pictures.py'),
                                   'fedbook.pictures.keys': ('01_foundations/pictures.html#keys', 'fedbook/pictures.py'),
                                   'fedbook.pictures.mark_printed': ('01_foundations/pictures.html#mark_printed', 'fedbook/pictures.py'),
                                   'fedbook.pictures.panel': ('01_foundations/pictures.html#panel', 'fedbook/pictures.py'),

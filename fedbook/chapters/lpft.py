@@ -22,7 +22,7 @@ from ..experiments import Case, Setting
 from ..method import method as method_of
 from ..models import Classifier
 from ..papers import printed
-from ..pictures import ahead
+from ..pictures import ahead, grid
 from ..published import from_digit5
 from ..results import legend_beside, on_data, paired, style
 from ..shifts import CORRUPTIONS, FURTHER, with_spurious
@@ -380,13 +380,10 @@ def ahead_of_lpft(
 ): # A matplotlib figure
     """A panel for each data set and for the local, global and average accuracy; raises `Refused` as
     `beside_lpft` does"""
-    import matplotlib.pyplot as plt
     worlds = list(dict.fromkeys(r['cell']['dataset'] for r in records))
     with style():
-        figure,axes = plt.subplots(len(worlds), 3, figsize=(10, 2.4*len(worlds)+.6), squeeze=False,
-            sharey=True, layout='constrained')
-        for row,w in zip(axes, worlds):
-            for ax,m in zip(row, ('local','global','average')):
-                beside_lpft(ax, records, table, w, f'cross_{m}')
+        figure,axes = grid(3*len(worlds), len({r['cell']['strategy'] for r in records})-1)
+        for ax,(w,m) in zip(axes, product(worlds, ('local','global','average'))):
+            beside_lpft(ax, records, table, w, f'cross_{m}')
         figure.suptitle(f'Right of zero: better than LP-FT; profile {profile}'); legend_beside(figure)
     return figure
