@@ -10,6 +10,7 @@ __all__ = ['mark_printed', 'variants_of', 'keys', 'panel', 'check_coordinates', 
 import numpy as np
 from matplotlib.colors import BoundaryNorm, ListedColormap, to_rgba_array
 from matplotlib.lines import Line2D
+from matplotlib.patheffects import withStroke
 from seaborn import color_palette
 from .errors import choose
 from .results import Comparison, dots, style
@@ -99,13 +100,14 @@ def arrows(
     **look, # As for `ax.plot`
 ):
     "An arrow at the edge for each value that lies further out, with the value beside it"
+    halo = [withStroke(linewidth=2, foreground='white')]
     for side,mark in ((-1,'<'), (1,'>')):
         far = [(a, b) for a,b in zip(x, y) if side*a > reach]
         ax.plot([.96*side*reach]*len(far), [b for _,b in far], mark, **look)
         for a,b in far:
-            ax.annotate(f'{a:+.0f}'.replace('-', '−'), (.96*side*reach, b), (-side*away, 0), size=6.5,
-                textcoords='offset points', ha='left' if side < 0 else 'right', va='center_baseline',
-                bbox=dict(fc='white', lw=0, pad=.5))
+            value = f'{a:+.0f}'.replace('-', '−').replace('inf', '∞')
+            ax.annotate(value, (.96*side*reach, b), (-side*away, 0), size=6.5, textcoords='offset points',
+                ha='left' if side < 0 else 'right', va='center_baseline', path_effects=halo)
 
 # %% ../nbs/01_foundations/43_pictures.ipynb #f59bd113
 def ahead(
@@ -118,12 +120,15 @@ def ahead(
     """How far some ways are ahead of another: means with 95 % intervals, and the printed differences as
     open diamonds"""
     y,theirs = np.arange(len(names)),np.asarray(printed, float)
-    for j,((label,gaps),c) in enumerate(zip(ours.items(), color_palette('colorblind'))):
+    means = np.array([[np.mean(g or [np.nan]) for g in gaps] for gaps in ours.values()])
+    for j,((label,gaps),mean,c) in enumerate(zip(ours.items(), means, color_palette('colorblind'))):
         at = y + .25*(j-(len(ours)-1)/2)
         dots(ax, at, gaps, color=c, label=label)
-        arrows(ax, [np.mean(g or [np.nan]) for g in gaps], at, reach, color=c)
+        arrows(ax, mean, at, reach, color=c)
     mark_printed(ax, np.where(abs(theirs) > reach, np.nan, theirs), y)
-    arrows(ax, theirs, y, reach, 22, color='black', mfc='none')
+    crowded = (abs(means) > reach).any(0)
+    for some,away in ((~crowded, 6), (crowded, 22)):
+        arrows(ax, theirs[some], y[some], reach, away, color='black', mfc='none')
     ax.axvline(0, color='black', lw=1)
     ax.set(xlim=(-reach, reach), yticks=y, yticklabels=names, ylim=(len(names)-.5, -.5))
 

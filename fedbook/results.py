@@ -695,12 +695,15 @@ def named_colours(line) -> dict: # Property to colour
 def settle(
     figure, # A matplotlib figure, changed in place
 ):
-    "Look up the palette's colours that lines have by name, and fix the positions that the layout found"
+    """Look up the palette's colours that lines have by name, and fix the positions that the layout found;
+    a legend stays where it is if the figure is saved with a larger frame"""
     from matplotlib.lines import Line2D
     for line in figure.findobj(Line2D): line.set(**named_colours(line))
     if figure.get_layout_engine():
         figure.draw_without_rendering(); figure.set_layout_engine('none')
         for ax in figure.axes: ax.set_position(np.round(ax.get_position(original=True).bounds, 6))
+    for key in figure.legends:
+        if key.get_bbox_to_anchor() is figure.bbox: key.set_bbox_to_anchor((0, 0, 1, 1), figure.transFigure)
 
 # %% ../nbs/01_foundations/40_results.ipynb #31fb00df
 @contextmanager

@@ -388,6 +388,19 @@ def test_a_note_stands_below_all_that_a_picture_shows():
     with R.footnote(f, 'many words '*30) as note: assert note.get_window_extent().y1 < label.get_window_extent().y0 and '\n' in note.get_text()
     plt.close(f)
 
+def test_a_note_stands_below_a_legend_in_the_file_too():
+    import matplotlib.pyplot as plt
+    from io import BytesIO
+    with R.style():
+        f,ax = plt.subplots(figsize=(3,2), layout='constrained'); ax.plot([1,2], color='black', label='a'); f.legend(loc='outside lower center')
+    f.legends[0].get_lines()[0].set_color('red')
+    with R.footnote(f, 'many words '*30) as note: note.set_color('blue'); f.savefig(file := BytesIO(), bbox_inches='tight')
+    file.seek(0)
+    red,green,blue = np.moveaxis(plt.imread(file)[...,:3], -1, 0)
+    legend,words = (np.flatnonzero((a > .9) & (b < .1) & (green < .1)) // red.shape[1] for a,b in ((red, blue), (blue, red)))
+    assert legend.size and words.size and legend.max() < words.min()
+    plt.close(f)
+
 def test_a_table_that_compares_nothing_is_saved_as_well(tmp_path):
     import pandas as pd
     t = Table(pd.DataFrame(dict(a=[1])), 'Title.', provenance=dict(profile='smoke'))
