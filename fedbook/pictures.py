@@ -121,6 +121,7 @@ def ahead(
     open diamonds"""
     y,theirs = np.arange(len(names)),np.asarray(printed, float)
     means = np.array([[np.mean(g or [np.nan]) for g in gaps] for gaps in ours.values()])
+    means = means.reshape(-1, len(names)) # also where nothing was run
     for j,((label,gaps),mean,c) in enumerate(zip(ours.items(), means, color_palette('colorblind'))):
         at = y + .25*(j-(len(ours)-1)/2)
         dots(ax, at, gaps, color=c, label=label)
