@@ -268,10 +268,15 @@ def test_a_notebook_that_papermill_runs_without_the_runner(tmp_path, change, nam
     p = subprocess.run([sys.executable, '-m', 'papermill', 'nbs/04_papers/000_ptalos/table06.ipynb', str(tmp_path/'out.ipynb'), *given], cwd=ROOT, capture_output=True, text=True, env={**os.environ, 'FEDBOOK_FIGURES': str(tmp_path/'f')})
     assert (p.returncode!=0 and named in p.stderr and not (tmp_path/'f').exists()) if change else (tmp_path/'f'/'000'/'table6'/'smoke'/'table.md').exists()
 
-@pytest.mark.parametrize('table,fewer', [('001-table1', "values=['FedAvg','FedPer']"), ('002-table4', "strategies=['LP-FT']"), ('004-table4', "algorithms=['FedAvg','FedDyn']")])
+@pytest.mark.parametrize('table,fewer', [('001-table1', "values=['FedAvg','FedPer']"), ('002-table4', "strategies=['LP-FT']"), ('004-table4', "algorithms=['FedAvg','FedDyn']"),
+    ('000-table9', "skip={released=[5]}")])
 def test_fewer_methods_make_a_table_and_its_pictures(tmp_path, table, fewer):
     p = fedbook('reproduce', table, '-p', fewer, FEDBOOK_FIGURES=tmp_path)
     assert p.returncode==0 and len([*tmp_path.glob('*/*/*/figure.png')])==1, p.stdout+p.stderr
+
+def test_classes_of_an_unknown_variant_are_not_left_out_in_silence(tmp_path):
+    p = fedbook('reproduce', '000-table9', '-p', "skip={relased=[5]}", FEDBOOK_FIGURES=tmp_path)
+    assert p.returncode and "There is no variant 'relased'; did you mean 'released'?" in p.stdout and not [*tmp_path.glob('**/rows.jsonl')], p.stdout+p.stderr
 
 def test_without_rerun_older_code_fills_a_table_and_nothing_is_run(whole, tmp_path):
     from fedbook.experiments import Case, Setting
