@@ -67,7 +67,7 @@ def grid(
     "A figure with panels of one size, all of which name the same things from top to bottom"
     import matplotlib.pyplot as plt
     wide = min(across, panels); high = -(-panels//wide)
-    figure,axes = plt.subplots(high, wide, figsize=(2.2+2.6*wide, .4+(1.2+.36*lines)*high), sharey=True,
+    figure,axes = plt.subplots(high, wide, figsize=(2.2+2.6*wide, 1.1+(1.2+.36*lines)*high), sharey=True,
         squeeze=False, layout='constrained', **how)
     for ax in axes.flat[panels:]: ax.set_visible(False)
     for ax in axes.flat[max(0, panels-wide):panels]: ax.tick_params(labelbottom=True)

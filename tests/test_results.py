@@ -476,7 +476,7 @@ def test_a_table_says_how_often_clients_were_set_aside():
     about = R.comparison([r], CELLS, KEYS)
     assert about.provenance['set_aside']==2 and '2 times a client was set aside' in about.to_markdown() and 'set aside' not in R.comparison([run(0)], CELLS, KEYS).to_markdown()
 
-@pytest.mark.parametrize('printed,used,said', [('CIFAR-10', 'cifar10', 'CIFAR-10'), ('CIFAR-10', 'fashion_mnist_mini', 'fashion_mnist_mini for CIFAR-10'), ('CIFAR10', 'cifar_10', 'CIFAR10')])
+@pytest.mark.parametrize('printed,used,said', [('CIFAR-10', 'cifar10', 'CIFAR-10'), ('CIFAR-10', 'fashion_mnist_mini', 'mini Fashion-MNIST for CIFAR-10'), ('CIFAR10', 'cifar_10', 'CIFAR10')])
 def test_a_picture_names_what_stands_in(printed, used, said):
     from fedbook.results import on_data
     assert on_data(printed, [dict(data=used)]*2)==said
