@@ -6,8 +6,8 @@
 __all__ = ['KINDS', 'UNLIKE', 'UNLEARNT', 'NOT_RUN', 'RULE', 'Claim', 'claims', 'made', 'told', 'holds_in_print', 'decided',
            'seeds_needed', 'equal_in_every_seed', 'lean_of', 'leaning', 'needs', 'Test', 'near_chance', 'like',
            'learnt', 'in_order', 'findings', 'examined', 'outcome', 'against', 'gap_in_print', 'verdicts', 'tabled',
-           'shown', 'ranks', 'rise', 'spearman', 'Correlation', 'of_clients', 'points', 'trend', 'first_reached',
-           'common_level', 'at_equal', 'AtEqual', 'Margin', 'on_average']
+           'shown', 'by_round', 'ranks', 'rise', 'spearman', 'Correlation', 'of_clients', 'points', 'trend',
+           'first_reached', 'common_level', 'at_equal', 'AtEqual', 'Margin', 'on_average']
 
 # %% ../nbs/01_foundations/42_claims.ipynb #0b7d1721
 from dataclasses import dataclass, field, replace
@@ -269,6 +269,17 @@ def shown(t:dict) -> list[str]:
     "A test in four texts"
     if not t['pairs']: return [t['verdict'], '–', '–', '–']
     return [t['verdict'], t['weakest'], signed(t['difference'], t['low'], t['high']), str(t['seeds'])]
+
+# %% ../nbs/01_foundations/42_claims.ipynb #e4c1a7d1
+def by_round(
+    claim:Claim, # The claim
+    records:list[dict], # Runs of its table, scored in each of `rounds`
+    variant:str, # The variant whose runs are tested
+    rounds, # Numbers of rounds
+) -> dict: # Round to verdict
+    "The verdict on a claim, had training ended after each of some rounds"
+    def ended(r, k): return dict(r, rows=[row for row in r['rows'] if row[0] <= k])
+    return {k: examined(claim, [ended(r, k) for r in records], variant)['verdict'] for k in rounds}
 
 # %% ../nbs/01_foundations/42_claims.ipynb #033f6bad
 def ranks(x) -> np.ndarray: # Equal values share the mean of their ranks

@@ -14,7 +14,7 @@ from .manifest import experiment, output_folder, PROFILES, remark
 # %% ../nbs/01_foundations/54_evidence.ipynb #715ee7f5
 @dataclass
 class Evidence:
-    "Verdicts, picture and table of one run, and a comment on them; a notebook shows them in this order"
+    "Verdicts, pictures and table of one run, and a comment on them; a notebook shows them in this order"
     id:str # A table's id
     folder:Path|None # Its outputs; `None` where there is only a smoke run, or none
 
@@ -32,7 +32,8 @@ class Evidence:
         display(Markdown(self.words()))
         if not self.folder or 'FEDBOOK_REPRODUCES' in os.environ: return
         if (at := self.folder/'claims.md').exists(): display(Markdown(at.read_text(encoding='utf-8')))
-        if (at := self.folder/'figure.png').exists(): display(Image(small(at)))
+        for at in [*self.folder.glob('figure.png'), *sorted(self.folder.glob('*/figure.png'))]:
+            display(Image(small(at)))
         if (at := self.folder/'table.html').exists(): display(HTML(at.read_text(encoding='utf-8')))
         if said := remark(self.id, self.folder.name): display(Markdown(f'**After looking.** {said}'))
 

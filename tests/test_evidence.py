@@ -1,8 +1,9 @@
 "What a paper notebook shows at its head."
 from functools import cache
-import json, re
+import io, json, re
 from pathlib import Path
 import matplotlib.pyplot as plt, pytest
+from PIL import Image
 from fedbook.claims import verdicts
 from fedbook.errors import Refused
 from fedbook.evidence import committed, Evidence, small
@@ -44,6 +45,12 @@ def test_a_smoke_run_is_no_evidence(figures, monkeypatch):
 def test_a_picture_alone_is_evidence(figures, monkeypatch):
     (run(figures, 'laptop')/'table.html').unlink()
     assert [k for k,_ in displayed(committed('000-table7'), monkeypatch)][:3]==['Markdown','Markdown','Image']
+
+def test_a_second_picture_follows_the_first(figures, monkeypatch):
+    folder = run(figures, 'laptop'); (folder/'epochs').mkdir()
+    Image.new('RGB', (70, 20), 'red').save(folder/'epochs'/'figure.png')
+    found = [Image.open(io.BytesIO(d)).size for k,d in displayed(committed('000-table7'), monkeypatch) if k=='Image']
+    assert len(found)==2 and found[1]==(70, 20)
 
 def test_a_run_of_its_own_does_not_show_an_older_one(figures, monkeypatch):
     run(figures, 'laptop'); monkeypatch.setenv('FEDBOOK_REPRODUCES', '1')

@@ -103,7 +103,7 @@ def test_a_paper_or_theorem_opens_on_its_evidence_verdicts_before_numbers(e):
         if asked: shown[asked[1]] = [kind(o) for o in c['outputs']]
     assert shown.get(e.id, [])[:1]==['where from'], 'its first code cells show what committed() finds'
     kinds,folder = shown[e.id],committed(e.id).folder
-    assert kinds==[k for k in ORDER if k in kinds]
+    assert kinds==sorted(kinds, key=ORDER.index) and all(kinds.count(k)==1 for k in {*kinds}-{'picture'})
     assert ('verdicts' in kinds)==bool(folder and (folder/'claims.md').exists()) and ('after looking' in kinds)==bool(folder and remark(e.id, folder.name))
 
 WHY = {'weakest pair','difference [95 %]','its difference [95 %]','condition','cases against it','smallest counterexample'}

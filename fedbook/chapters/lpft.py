@@ -6,7 +6,8 @@
 __all__ = ['DIFFERENCES', 'STRATEGIES', 'TYPES', 'EARLIER', 'WORLDS', 'MADE_OF', 'INTEGRATED', 'SMALL', 'inked', 'drawn_digit',
            'drawn_digits', 'part', 'digit5', 'both_parts', 'oedema_or_nothing', 'tested_patients', 'of_parts',
            'radiographs', 'personalised', 'schedules', 'integrated', 'with_distortion', 'before_stage', 'start_of',
-           'before_and_after', 'one_start', 'Learnt', 'learnt', 'beside_lpft', 'ahead_of_lpft']
+           'before_and_after', 'one_start', 'Learnt', 'learnt', 'beside_lpft', 'ahead_of_lpft', 'by_epoch',
+           'ends_early']
 
 # %% ../../nbs/02_methods/55_chapter_lpft.ipynb #c9bf3de0
 from dataclasses import dataclass, replace
@@ -18,13 +19,14 @@ from ..errors import choose, require
 from ..evaluate import distortions
 
 # %% ../../nbs/02_methods/55_chapter_lpft.ipynb #8adcd38c
+from ..claims import by_round, claims
 from ..experiments import Case, Setting
 from ..method import method as method_of
 from ..models import Classifier
 from ..papers import printed
-from ..pictures import ahead, grid
+from ..pictures import ahead, grid, strips
 from ..published import from_digit5
-from ..results import legend_beside, on_data, paired, style
+from ..results import curve_of, legend_beside, on_data, paired, style
 from ..shifts import CORRUPTIONS, FURTHER, with_spurious
 from ..streams import stream
 from ..tables import in_words, markdown
@@ -386,4 +388,37 @@ def ahead_of_lpft(
         for ax,(w,m) in zip(axes, product(worlds, ('local','global','average'))):
             beside_lpft(ax, records, table, w, f'cross_{m}')
         figure.suptitle(f'Right of zero: better than LP-FT; profile {profile}'); legend_beside(figure)
+    return figure
+
+# %% ../../nbs/02_methods/55_chapter_lpft.ipynb #e4c1a7d9
+def by_epoch(
+    records:list[dict], # Runs of several strategies, scored after each epoch
+    table:str, # Where their claims are
+) -> dict: # Claim to epoch of fine-tuning to verdict
+    "The verdicts on a table's claims, had fine-tuning ended earlier"
+    found = {}
+    for c in claims(table):
+        cells = [cell for pair in c.pairs for cell in pair]
+        mine = [r for r in records if any(cell.items() <= r['cell'].items() for cell in cells)]
+        if not mine: continue
+        n,last = mine[0]['setting']['protocol']['rounds'],max(curve_of(mine[0], c.metric))
+        name = c.text.removeprefix('LP-FT has the highest ').replace(' of all strategies', '')
+        found[name] = {k-n: v for k,v in by_round(c, mine, 'intended', range(n+1, last+1)).items()}
+    return found
+
+# %% ../../nbs/02_methods/55_chapter_lpft.ipynb #e4c1a7dc
+def ends_early(
+    records:list[dict], # Runs of several strategies, scored after each epoch
+    table:str, # Where their claims are
+    profile:str, # Named on the picture
+): # A matplotlib figure
+    "The verdicts of `by_epoch` as strips, with a line where LP-FT ends its probing"
+    import matplotlib.pyplot as plt
+    found,own = by_epoch(records, table),[r for r in records if r['cell']['strategy']=='LP-FT'][0]
+    with style():
+        figure,ax = plt.subplots(figsize=(10, 1+.32*len(found)), layout='constrained')
+        strips(ax, found)
+        ax.axvline(own['setting']['after'][0]['method']['probing']+.5, color='black', lw=1.5)
+        ax.set(xlabel='epochs of fine-tuning; left of the line LP-FT trains the head alone',
+            title=f'LP-FT has the highest …; profile {profile}'); legend_beside(figure)
     return figure
