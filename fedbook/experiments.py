@@ -531,9 +531,15 @@ def stored(
     cases:list[Case], # The cells of a table
     seeds:list[int], # The seeds of each
 ) -> tuple[dict, dict]: # By fingerprint, pairs of a case and a seed, and the records of those that are there
-    "What a table needs, and what it has"
-    wanted = {c.fingerprint(s): (c, s) for s in seeds for c in cases}
-    return wanted,among(rows, wanted)
+    "What a table needs, and what it has; a run whose cell has another name by now gets that name"
+    wanted,names = {},{}
+    for s in seeds:
+        for c in cases:
+            wanted[k := c.fingerprint(s)] = c,s
+            names.setdefault(k, []).append(dict(cell=plain(c.cell), variant=c.variant))
+    found = among(rows, wanted)
+    def known(k, r): return {n: r[n] for n in ('cell','variant')} in names[k]
+    return wanted,{k: r if known(k, r) else {**r, **names[k][-1]} for k,r in found.items()}
 
 # %% ../nbs/01_foundations/50_experiments.ipynb #818cb69f
 def rerunning() -> bool: # Unless `$FEDBOOK_RERUN` is 0

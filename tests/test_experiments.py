@@ -121,6 +121,17 @@ def test_runs_of_other_tables_are_taken_over_where_they_are_asked_for(tmp_path, 
     monkeypatch.setenv('FEDBOOK_RESUME', '0')
     assert not run_cases([case(.1)], [0], rows('table3/smoke').parent, borrow=True, **ABOUT), 'after --no-resume'
 
+def test_a_run_goes_by_the_name_that_its_cell_has_now(tmp_path):
+    s = Setting(**SMALL)
+    def made(**cell): return [(r['cell'], r['fingerprint']) for r in run_cases([Case(cell, s)], [0], tmp_path, **ABOUT)]
+    [(_,before)],[(cell,after)] = made(reading='old'),made(reading='new')
+    assert cell==dict(reading='new') and before==after and len(read(tmp_path/'rows.jsonl'))==1
+
+def test_cases_that_share_a_run_keep_the_name_it_was_made_under(tmp_path):
+    both = [Case(dict(reading=k), Setting(**SMALL)) for k in ('a','b')]
+    def made(cases): return [r['cell'] for r in run_cases(cases, [0], tmp_path, **ABOUT)]
+    assert made(both[:1])==made(both)==[dict(reading='a')]
+
 def test_a_broken_file_lends_nothing(tmp_path, capsys):
     def rows(t): return tmp_path/'000'/t/'smoke'/'rows.jsonl'
     for s,t in enumerate(('table1','table2')): run_cases([Case({}, Setting(**SMALL))], [s], rows(t).parent, **ABOUT)
