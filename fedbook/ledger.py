@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['VARIANT', 'WORDS', 'HEADER', 'LEAN', 'REACH', 'INTERVAL', 'evidence', 'Line', 'line', 'judged', 'ledger', 'word',
-           'tally', 'theorems', 'home', 'scores', 'scoreboard', 'claim_of', 'in_print', 'grounds', 'to_come', 'hours',
-           'in_reach', 'pairs_of', 'stays', 'behind']
+           'tally', 'theorems', 'home', 'scores', 'scoreboard', 'claim_of', 'printed_gap', 'in_print', 'grounds',
+           'to_come', 'hours', 'in_reach', 'pairs_of', 'estimate', 'paid', 'stays', 'smaller', 'behind']
 
 # %% ../nbs/01_foundations/56_ledger.ipynb #7954e16a
 from collections import Counter
@@ -18,6 +18,7 @@ from .manifest import Experiment, experiments, PROFILES
 from .page import PRINT
 from .papers import Paper, papers
 from .results import ALPHA, read, signed
+from .tasks import metric_of
 
 # %% ../nbs/01_foundations/56_ledger.ipynb #bef0a359
 def evidence(
@@ -141,12 +142,18 @@ def claim_of(
     "The claim that a verdict is about"
     return next((c for c in claims() if (home(c), c.text)==(l.experiment.id, l.claim)), None)
 
+def printed_gap(
+    l:Line, # A verdict
+) -> float|None: # In the unit of the metric; `None` where there is none
+    "The difference that the paper prints for the weakest pair"
+    claim = claim_of(l)
+    return gap_in_print(claim, l.rest.get('weakest pair')) if claim else None
+
 def in_print(
     l:Line, # A verdict
 ) -> str: # E.g. '+2.90 in print'; empty where there is none
-    "The difference that the paper prints for the weakest pair"
-    claim = claim_of(l)
-    gap = gap_in_print(claim, l.rest.get('weakest pair')) if claim else None
+    "The same in words"
+    gap = printed_gap(l)
     return '' if gap is None else f'{signed(gap, None, None)} in print'
 
 def grounds(
@@ -205,21 +212,48 @@ def pairs_of(
     claim = claim_of(l)
     return claim and (1 if isinstance(claim, (Margin, Correlation)) else len(claim.pairs))
 
-# %% ../nbs/01_foundations/56_ledger.ipynb #7c20e5a3
+# %% ../nbs/01_foundations/56_ledger.ipynb #7c20e5a8
 INTERVAL = re.compile(r'(\S+) \[(\S+), (\S+)\]')
+
+# %% ../nbs/01_foundations/56_ledger.ipynb #7c20e5a3
+def estimate(
+    l:Line, # A verdict
+) -> tuple|None: # Mean, its standard error, seeds; `None` where its file does not tell them
+    "The difference of the weakest pair"
+    from scipy.stats import t
+    said,seeds = INTERVAL.fullmatch(l.rest.get('difference [95 %]', '')),l.rest.get('seeds', '')
+    if not (said and seeds.isdigit() and int(seeds) > 1): return None
+    (mean,low,high),n = map(float, said.groups()),int(seeds)
+    return mean,(high-low)/2/t.isf(ALPHA, n-1),n
+
+def paid(
+    mean:float, error:float, seeds:int, # As `estimate`
+    pairs:int=1, # Of which this one is the weakest
+    value:float=0., # In the unit of the mean
+) -> bool: # At 2.5 % on one side
+    "Does a mean differ from a value if all pairs, and all looks after the third seed, are paid for?"
+    from scipy.stats import t
+    p = t.sf(abs(mean-value)/error, seeds-1) if error else float(mean==value)
+    return bool(p*max(seeds-2, 1)*pairs <= ALPHA)
 
 def stays(
     l:Line, # A verdict
 ) -> bool|None: # `None` where it is undecided, has three seeds or fewer, or its file does not tell
     "Is a verdict still decided if every look after the third seed is paid for?"
-    from scipy.stats import t
-    said,seeds = INTERVAL.fullmatch(l.rest.get('difference [95 %]', '')),l.rest.get('seeds', '')
-    word,k = re.match(r'\w+', l.verdict)[0],pairs_of(l)
-    if word not in WORDS[:2] or not (said and k and seeds.isdigit() and int(seeds) > 3): return None
-    (mean,low,high),n = map(float, said.groups()),int(seeds)
-    error = (high-low)/2/t.isf(ALPHA, n-1)
-    p = t.sf(abs(mean)/error, n-1) if error else 0.
-    return bool(p*(n-2)*(k if word=='fails' else 1) <= ALPHA)
+    word,k,found = re.match(r'\w+', l.verdict)[0],pairs_of(l),estimate(l)
+    if word not in WORDS[:2] or not (k and found) or found[-1] <= 3: return None
+    return paid(*found, k if word=='fails' else 1)
+
+# %% ../nbs/01_foundations/56_ledger.ipynb #51ae0002
+def smaller(
+    l:Line, # A verdict
+) -> bool|None: # `None` where it is decided, or the paper prints no such score in the claim's favour
+    "Is a difference as large as the printed one ruled out, though the verdict is undecided?"
+    gap,k,found = printed_gap(l),pairs_of(l),estimate(l)
+    if not (l.verdict.startswith('undecided') and gap and k and found and found[1]): return None
+    claim = claim_of(l)
+    if not metric_of(claim.metric).tolerance or claim.sign*gap < 0: return None
+    return claim.sign*(gap-found[0]) > 0 and paid(*found, k, gap)
 
 # %% ../nbs/01_foundations/56_ledger.ipynb #76f6c6dd
 def behind(
