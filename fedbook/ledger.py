@@ -5,7 +5,8 @@
 # %% auto #0
 __all__ = ['VARIANT', 'WORDS', 'HEADER', 'LEAN', 'REACH', 'INTERVAL', 'evidence', 'Line', 'line', 'judged', 'ledger', 'word',
            'tally', 'theorems', 'home', 'scores', 'scoreboard', 'claim_of', 'printed_gap', 'in_print', 'grounds',
-           'to_come', 'hours', 'in_reach', 'pairs_of', 'estimate', 'paid', 'stays', 'smaller', 'behind']
+           'to_come', 'hours', 'in_reach', 'pairs_of', 'estimate', 'paid', 'stays', 'lead', 'smaller', 'overview',
+           'marks', 'behind']
 
 # %% ../nbs/01_foundations/56_ledger.ipynb #7954e16a
 from collections import Counter
@@ -13,11 +14,13 @@ from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 import csv, re
+import numpy as np
 from .claims import Claim, claims, Correlation, gap_in_print, Margin
 from .manifest import Experiment, experiments, PROFILES
 from .page import PRINT
 from .papers import Paper, papers
-from .results import ALPHA, read, signed
+from .pictures import SHADES
+from .results import ALPHA, read, signed, style
 from .tasks import metric_of
 
 # %% ../nbs/01_foundations/56_ledger.ipynb #bef0a359
@@ -245,15 +248,51 @@ def stays(
     return paid(*found, k if word=='fails' else 1)
 
 # %% ../nbs/01_foundations/56_ledger.ipynb #51ae0002
+def lead(
+    l:Line, # A verdict
+) -> tuple|None: # In print, and ours as `estimate`; `None` where the paper prints no lead in percent
+    "By how many points the claimed side of the weakest pair leads"
+    gap,found,claim = printed_gap(l),estimate(l),claim_of(l)
+    if not (gap and found and metric_of(claim.metric).tolerance) or claim.sign*gap < 0: return None
+    mean,*rest = found
+    return claim.sign*gap,claim.sign*mean,*rest
+
 def smaller(
     l:Line, # A verdict
-) -> bool|None: # `None` where it is decided, or the paper prints no such score in the claim's favour
-    "Is a difference as large as the printed one ruled out, though the verdict is undecided?"
-    gap,k,found = printed_gap(l),pairs_of(l),estimate(l)
-    if not (l.verdict.startswith('undecided') and gap and k and found and found[1]): return None
-    claim = claim_of(l)
-    if not metric_of(claim.metric).tolerance or claim.sign*gap < 0: return None
-    return claim.sign*(gap-found[0]) > 0 and paid(*found, k, gap)
+) -> bool|None: # `None` where it is decided, or has no `lead` that differs from seed to seed
+    "Is a lead as large as the printed one ruled out, though the verdict is undecided?"
+    k,found = pairs_of(l),lead(l)
+    if not (l.verdict.startswith('undecided') and k and found and found[2]): return None
+    in_print,mean,error,n = found
+    return mean < in_print and paid(mean, error, n, k, in_print)
+
+# %% ../nbs/01_foundations/56_ledger.ipynb #51ae0008
+def overview(
+    lines:list[Line], # Verdicts
+): # A matplotlib figure
+    "Printed leads and ours: one mark with its 95 % interval for each verdict that has a `lead`"
+    import matplotlib.pyplot as plt
+    told = [(word([l.verdict]), *f) for l in lines if (f := lead(l))]
+    with style():
+        figure,ax = plt.subplots(figsize=(7, 4.6), layout='constrained')
+        ax.axhline(0, color='black', lw=1)
+        most = 1.3*max(x for _,x,*_ in told)
+        ax.plot([0, most], [0, most], '--', color='black', lw=1, label='as in print')
+        for w,mark in zip(WORDS, 'oXs'): marks(ax, [f for kind,*f in told if kind==w], w, mark)
+        ax.set_xscale('symlog', linthresh=1, linscale=.5); ax.set_yscale('symlog', linthresh=1, linscale=.5)
+        for axis in (ax.xaxis, ax.yaxis): axis.set_major_formatter('{x:g}')
+        ax.set(xlim=(0, most), xlabel='lead in print, points of a score in percent',
+            ylabel='our lead, points (95 % interval)')
+        ax.legend(loc='lower center', bbox_to_anchor=(.5, 1), ncols=4, fontsize='small', frameon=False)
+    return figure
+
+def marks(ax, leads:list, name:str, mark:str):
+    "The verdicts of one kind"
+    from scipy.stats import t
+    if not leads: return
+    x,mean,error,n = np.array(leads).T
+    ax.errorbar(x, mean, error*t.isf(ALPHA, n-1), fmt=mark, ms=6, lw=.9, alpha=.85, mec='white', mew=.5,
+        color=SHADES[name] if name!='undecided' else 'grey', label=f'{name}: {len(leads)}')
 
 # %% ../nbs/01_foundations/56_ledger.ipynb #76f6c6dd
 def behind(

@@ -2,7 +2,7 @@
 import ast, configparser, json, re, shlex, subprocess, sys, tomllib
 from pathlib import Path
 import nbformat, pytest, yaml
-from readme import fresh, opening, PAGES, PAPERS
+from readme import fresh, newest, opening, PAGES, PAPERS
 
 ROOT = Path(__file__).resolve().parents[1]
 INI = configparser.ConfigParser(); INI.read(ROOT/'settings.ini'); INI = INI['DEFAULT']
@@ -80,6 +80,8 @@ def test_a_page_is_its_notebook(page):
 @pytest.mark.parametrize('notebook', PAPERS, ids=lambda p: f'{p.parent.name}-{p.stem}')
 def test_a_paper_notebook_opens_on_the_newest_evidence(notebook):
     assert opening(notebook)[1], 'run: make readme'
+
+def test_the_picture_of_all_verdicts_is_the_newest(tmp_path): assert newest(tmp_path), 'run: make readme'
 
 def anchors(page):
     "The headings of a page or notebook, as links name them"
