@@ -362,6 +362,7 @@ def beside_lpft(
     table:str, # Where they are printed
     world:str, # The data set
     metric:str, # E.g. 'cross_global'
+    reach:float=20, # Differences up to this are drawn, on either side
 ):
     """Points of each strategy above LP-FT in one score, ours and printed; raises `Refused` where LP-FT was
     not run, or shares no seed with a strategy"""
@@ -370,7 +371,7 @@ def beside_lpft(
     def theirs(s): return t.value({k: v for k,v in cell(s).items() if k in t.index}, metric)
     others = list(dict.fromkeys(r['cell']['strategy'] for r in some if r['cell']['strategy']!='LP-FT'))
     gaps = [[*paired(some, cell(s), cell('LP-FT'), metric).differences.values()] for s in others]
-    ahead(ax, others, dict(ours=gaps), [theirs(s)-theirs('LP-FT') for s in others], 20)
+    ahead(ax, others, dict(ours=gaps), [theirs(s)-theirs('LP-FT') for s in others], reach)
     ax.set(title=on_data(world, some).replace(' for ', '\nfor '),
         xlabel=f'{in_words(metric).removesuffix(" (%)")}:\npoints above LP-FT')
 
@@ -379,6 +380,7 @@ def ahead_of_lpft(
     records:list[dict], # Runs of several strategies, LP-FT among them
     table:str, # Where they are printed
     profile:str, # Named on the picture
+    reach:float=20, # Differences up to this are drawn, on either side
 ): # A matplotlib figure
     """A panel for each data set and for the local, global and average accuracy; raises `Refused` as
     `beside_lpft` does"""
@@ -386,7 +388,7 @@ def ahead_of_lpft(
     with style():
         figure,axes = grid(3*len(worlds), len({r['cell']['strategy'] for r in records})-1)
         for ax,(w,m) in zip(axes, product(worlds, ('local','global','average'))):
-            beside_lpft(ax, records, table, w, f'cross_{m}')
+            beside_lpft(ax, records, table, w, f'cross_{m}', reach)
         figure.suptitle(f'Right of zero: better than LP-FT; profile {profile}'); legend_beside(figure)
     return figure
 
