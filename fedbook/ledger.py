@@ -155,7 +155,7 @@ def printed_gap(
 def in_print(
     l:Line, # A verdict
 ) -> str: # E.g. '+2.90 in print'; empty where there is none
-    "The same in words"
+    "The printed difference of the weakest pair, in words"
     gap = printed_gap(l)
     return '' if gap is None else f'{signed(gap, None, None)} in print'
 
@@ -263,8 +263,8 @@ def smaller(
     "Is a lead as large as the printed one ruled out, though the verdict is undecided?"
     k,found = pairs_of(l),lead(l)
     if not (l.verdict.startswith('undecided') and k and found and found[2]): return None
-    in_print,mean,error,n = found
-    return mean < in_print and paid(mean, error, n, k, in_print)
+    theirs,*ours = found
+    return ours[0] < theirs and paid(*ours, k, theirs)
 
 # %% ../nbs/01_foundations/56_ledger.ipynb #51ae0008
 def overview(
